@@ -1,4 +1,4 @@
-"""Only the MLP with a memory, on top of your own attention under a long and a short window.
+"""Only the MLP with a memory, on top of your attention under a long and a short window.
 
 python examples/fast_mlp_on_your_attention.py
 """

@@ -25,7 +25,7 @@ def both(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def missed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """The mean square of what the short window misses."""
+    """The mean square of the difference between both windows."""
     teacher, student = both(q, k, v)
     return jnp.mean((teacher - student) ** 2)
 

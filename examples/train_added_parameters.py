@@ -32,7 +32,7 @@ def paths(model: MyModel) -> set[tuple[Any, ...]]:
 
 
 def added_only(base: MyModel) -> optax.GradientTransformation:
-    """AdamW on what the base lacks; the rest has no update and no moments."""
+    """AdamW on the parameters that the base lacks; the others have no update and no moments."""
     old = paths(base)
 
     def labels(params: nnx.State) -> nnx.State:

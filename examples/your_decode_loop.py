@@ -1,4 +1,4 @@
-"""A model of your own that reads a prompt and decodes: the block's state in, the state out.
+"""Your model that reads a prompt and decodes: the block's state in, the state out.
 
 python examples/your_decode_loop.py
 """

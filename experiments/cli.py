@@ -1,7 +1,7 @@
 """The entry point of every command: flags, and one line and an exit status for a user's mistake.
 
-Exit status: 0 done, 2 to 6 a `UserError` (`ttcd_jax.errors`; 2 also for a kernel chosen by name
-that cannot run here, a missing package and a file that the system refuses, 6 for any full disk and
+Exit status: 0 done, 2 to 6 a `UserError` (`ttcd_jax.errors`; 2 also for a kernel by name that
+cannot run here, a missing package and a file refused by the system, 6 for any full disk and
 exhausted memory), 130 interrupted, 141 standard output closed by its reader, 143 terminated, with
 the unfinished files removed. Any other exception keeps its traceback.
 """
@@ -18,7 +18,7 @@ import signal
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -63,16 +63,28 @@ def run(
     open_standard_streams()
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["import"])  # for its --help
     logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
+    with mistakes_reported():
+        app.run(main, flags_parser=functools.partial(_parse_flags, arguments, options))
+    raise AssertionError("app.run ends in SystemExit")
+
+
+@contextlib.contextmanager
+def mistakes_reported() -> Iterator[None]:
+    """Sets the share of a device that JAX takes; whatever is raised inside ends the process with a
+    line and a status of those above. Raises as well for a variable with which nothing works."""
     try:
         try:
-            set_up_environment()
-            app.run(main, flags_parser=functools.partial(_parse_flags, arguments, options))
+            take_device_memory()
+            disabled = os.environ.get("JAX_DISABLE_JIT", "").lower()
+            if disabled in ("1", "y", "yes", "t", "true", "on"):
+                raise UserError("JAX_DISABLE_JIT is set, and programs here are compiled: unset it")
+            yield
         finally:
             sys.stdout.flush()
     except UserError as error:
         _leave(f"error: {error}{_notes(error)}", error.exit_code)
     except (ValueError, AssertionError) as error:
-        leave_if_unsupported(error)
+        _leave_if_unsupported(error)
         raise
     except ImportError as error:
         if (package := _missing_package(error)) is None:
@@ -81,7 +93,7 @@ def run(
     except KeyboardInterrupt:
         _leave("interrupted", INTERRUPTED)
     except (MemoryError, RuntimeError) as error:
-        leave_if_unsupported(error)
+        _leave_if_unsupported(error)
         is_memory = re.search("RESOURCE_EXHAUSTED|Out of memory", str(error))
         if isinstance(error, RuntimeError) and not is_memory:
             raise
@@ -102,15 +114,6 @@ def run(
         if is_closed:
             sys.exit(OUTPUT_CLOSED)
         _leave(f"error: {error}: make room", ResourceError.exit_code)
-    raise AssertionError("app.run ends in SystemExit")
-
-
-def set_up_environment() -> None:
-    """Sets the share of a device that JAX takes. Raises `UserError` for a variable of JAX that no
-    command can work with."""
-    take_device_memory()
-    if re.fullmatch("1|y|yes|t|true|on", os.environ.get("JAX_DISABLE_JIT", ""), re.IGNORECASE):
-        raise UserError("JAX_DISABLE_JIT is set, and programs here are compiled: unset it")
 
 
 def clean_up_on_sigterm() -> None:
@@ -230,17 +233,13 @@ def _parse_flags(
 
 
 def open_standard_streams() -> None:
-    """Opens those that the caller closed, or files of ours would get their numbers. What is printed
+    """Opens those that the caller closed, or files of ours would get their numbers. Lines printed
     or logged may quote anything: control characters are escaped here, for all."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     for stream in {sys.stdout, sys.stderr}:
-        stream.write = functools.partial(_write, stream.write)
-
-
-def _write(write: Callable[[str], int], text: str) -> int:
-    return write(printable(text, OF_OUTPUT))
+        stream.write = lambda text, write=stream.write: write(printable(text, OF_OUTPUT))
 
 
 def _check_texts(arguments: Sequence[str]) -> None:
@@ -276,7 +275,7 @@ def _leave(message: str, status: int) -> NoReturn:
     sys.exit(status)
 
 
-def leave_if_unsupported(error: Exception) -> None:
+def _leave_if_unsupported(error: Exception) -> None:
     """Ends the process if a kernel refused to run here (it has imported `dispatch`, which is slow),
     or JAX to start with its variables; that there is no device it asserts without a word."""
     dispatch, text = sys.modules.get("ttcd_kernels.dispatch"), str(error)

@@ -8,11 +8,11 @@ exports to the first and the last; copies runs, parameters alone.
     python -m experiments.convert export --format=run RUN_DIR PATH [--step=N]
 
 import: PATH is a folder with config.json and weights (.safetensors, one or several; .bin and .pt
-with torch installed), or a weight file next to a config.json. RUN_DIR can then be evaluated, and a
-run can start from it (RunConfig.start_from). A tokenizer.json in PATH is copied. With
---format=huggingface: a model of the families Llama (SmolLM2), Mistral, Qwen2 or Qwen3, or an export
-of ours, with its special tokens, written tensor by tensor in the dtype of its files. PATH may also
-be OWNER/NAME[@REVISION] of the hub, which is read through its cache (HF_ENDPOINT, HF_HUB_OFFLINE).
+with torch installed), or a weight file next to a config.json. RUN_DIR is written tensor by tensor;
+it can then be evaluated, and a run can start from it (RunConfig.start_from). A tokenizer.json in
+PATH is copied. With --format=huggingface: a model of the families Llama (SmolLM2), Mistral, Qwen2
+or Qwen3, or an export of ours, with its special tokens, in the dtype of its files. PATH may also be
+OWNER/NAME[@REVISION] of the hub, which is read through its cache (HF_ENDPOINT, HF_HUB_OFFLINE).
 With --format=gguf: PATH is a file of llama.cpp of the architectures llama, qwen2 or qwen3, which is
 dequantized to float32; its tokenizer is imported if it is byte-level BPE of these families.
 
@@ -23,7 +23,6 @@ holds the parameters alone, a third of the size, to evaluate, to generate and to
 """
 
 import contextlib
-import functools
 import json
 import math
 import shutil
@@ -35,20 +34,15 @@ from absl import flags
 
 from experiments import cli
 from ttcd_jax import units
-from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import check_unused, whole_folder
 
 if TYPE_CHECKING:
     from ttcd_jax.data.tokenizer import TokenizerConfig
 
 FLAGS = flags.FLAGS
-flags.DEFINE_enum(
-    "format",
-    None,
-    ["huggingface", "gguf", "reference", "run"],
-    "Format of the checkpoint.",
-    required=True,
-)
+_FORMATS = ["huggingface", "gguf", "reference", "run"]
+flags.DEFINE_enum("format", None, _FORMATS, "Format of the checkpoint.", required=True)
 flags.DEFINE_string(
     "tokenizer", None, "import: byte, none or a tokenizer.json; default: the one in PATH, if any."
 )
@@ -61,7 +55,6 @@ flags.DEFINE_enum(
 )
 
 _SEQ_LEN = 2048  # for a model whose configuration has no length
-_FACTS = ("config_json", "dtypes", "format", "tied_head")
 
 
 def main(argv: list[str]) -> None:
@@ -74,7 +67,7 @@ def main(argv: list[str]) -> None:
         command, foreign = _export_run, ("tokenizer", "dtype")
         if action == "import":
             raise UserError("--format=run is a format of export: a run directory needs no import")
-    if FLAGS.format == "gguf" and action == "export":
+    if (FLAGS.format, action) == ("gguf", "export"):
         raise UserError("--format=gguf is a format of import: export --format=huggingface")
     for name in foreign:
         if FLAGS[name].present:
@@ -90,27 +83,26 @@ def _import(name: str, run_dir: Path) -> None:
 
 def _import_into(name: str, run_dir: Path, stack: contextlib.ExitStack) -> None:
     from ttcd_jax.data.hub import model_folder
-    from ttcd_jax.data.tokenizer import special_tokens
     from ttcd_jax.interop.hugging_face import open_gguf_file, open_hugging_face
-    from ttcd_jax.interop.reference_checkpoint import import_reference
+    from ttcd_jax.interop.reference_config import open_reference
     from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory
-    from ttcd_jax.train.checkpoint import Checkpoints, StreamedCheckpoints
+    from ttcd_jax.train.checkpoint import StreamedCheckpoints
 
     check_unused(run_dir)
-    is_theirs = FLAGS.format != "reference"
-    source = model_folder(name) if FLAGS.format == "huggingface" else Path(name)
+    is_theirs = FLAGS.format == "huggingface"
+    source = model_folder(name) if is_theirs else Path(name)
     if not source.exists():
         raise DataError(f"no checkpoint file or folder at {source}")
+    folder = source if source.is_dir() else source.parent
     if FLAGS.format == "gguf":
-        (params, config, facts), texts = open_gguf_file(source)
-        source = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (params, config, metadata), texts = open_gguf_file(source)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for file, text in texts.items():
-            (source / file).write_text(text)
+            (folder / file).write_text(text)
     else:
-        params, config, facts = (open_hugging_face if is_theirs else import_reference)(source)
-    special = special_tokens(source) if is_theirs and FLAGS.tokenizer is None else {}
-    tokenizer = _tokenizer(source, config.vocab_size, special)
-    length = json.loads(facts["config_json"]).get("max_position_embeddings")
+        params, config, metadata = (open_hugging_face if is_theirs else open_reference)(source)
+    tokenizer = _tokenizer(folder, config.vocab_size)
+    length = json.loads(metadata["config_json"]).get("max_position_embeddings")
     is_length = type(length) is int and 2 <= length < 2**31
     data: dict[str, Any] = {"type": IMPORTED, "seq_len": length if is_length else _SEQ_LEN}
     with whole_folder(run_dir) as unfinished:
@@ -120,26 +112,27 @@ def _import_into(name: str, run_dir: Path, stack: contextlib.ExitStack) -> None:
                 tokenizer = tokenizer.replace(path=TOKENIZER)
             data["tokenizer"] = tokenizer.to_dict()
         directory = RunDirectory(unfinished)
-        writer = StreamedCheckpoints if is_theirs else functools.partial(Checkpoints, model=config)
-        with contextlib.closing(writer(directory.checkpoints)) as checkpoints:
+        with contextlib.closing(StreamedCheckpoints(directory.checkpoints)) as checkpoints:
             checkpoints.save(0, {"params": params})
-        directory.write_import({"model": config.to_dict(), "data": data}, facts)
-    _print_import(facts)
+        directory.write_import({"model": config.to_dict(), "data": data}, metadata)
+    _print_import(metadata)
     print(units.printable(f"run directory {run_dir.absolute()}"))
 
 
-def _tokenizer(source: Path, vocab_size: int, special: dict[str, Any]) -> "TokenizerConfig | None":
-    """The tokenizer to import, with its `special` tokens, or None. Raises `DataError` if the model
-    lacks one of these; of other tokens, a text that has one is refused."""
-    from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
+def _tokenizer(folder: Path, vocab_size: int) -> "TokenizerConfig | None":
+    """The tokenizer to import, or None. Raises `DataError` if the model lacks one of its special
+    tokens; of other tokens, a text that has one is refused."""
+    from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer, tokenizer_of
     from ttcd_jax.tokens import check_tokens
 
-    file = (source if source.is_dir() else source.parent) / "tokenizer.json"
+    file = folder / "tokenizer.json"
     chosen = FLAGS.tokenizer or (str(file) if file.is_file() else "none")
     if chosen == "none":
         return None
-    is_byte = chosen == "byte"
-    config = TokenizerConfig() if is_byte else TokenizerConfig(kind="json", path=chosen, **special)
+    if FLAGS.tokenizer is None and FLAGS.format != "reference":
+        config = tokenizer_of(file)
+    else:
+        config = TokenizerConfig(**({} if chosen == "byte" else {"kind": "json", "path": chosen}))
     try:
         tokenizer = build_tokenizer(config)
         check_tokens([tokenizer.bos_id, tokenizer.eos_id], vocab_size)
@@ -153,48 +146,36 @@ def _tokenizer(source: Path, vocab_size: int, special: dict[str, Any]) -> "Token
     return config
 
 
-def _print_import(facts: dict[str, Any]) -> None:
-    dtypes = sorted(set(facts["dtypes"].values()))
-    print(f"{facts['model_type']}: {facts['num_parameters']:,} parameters, {', '.join(dtypes)}")
-    if types := facts.get("dequantized"):
+def _print_import(metadata: dict[str, Any]) -> None:
+    dtypes = sorted(set(metadata["dtypes"].values()))
+    print(
+        f"{metadata['model_type']}: {metadata['num_parameters']:,} parameters, {', '.join(dtypes)}"
+    )
+    if types := metadata.get("dequantized"):
         print(f"dequantized: {', '.join(f'{n} tensors of {kind}' for kind, n in types.items())}")
-    unused = len(facts["dropped"]) + (facts["tied_head"] is not None)
-    print(f"{len(facts['dtypes']) - unused} tensors mapped, {len(facts['dropped'])} dropped")
-    for name in facts["dropped"]:
+    unused = len(metadata["dropped"]) + (metadata["tied_head"] is not None)
+    print(f"{len(metadata['dtypes']) - unused} tensors mapped, {len(metadata['dropped'])} dropped")
+    for name in metadata["dropped"]:
         print(f"  dropped: {name}")
-    if facts["tied_head"]:
-        print(f"  stored head: {facts['tied_head']}")
-    if facts["ignored_keys"]:
-        print(f"keys of config.json without effect: {', '.join(facts['ignored_keys'])}")
+    if metadata["tied_head"]:
+        print(f"  stored head: {metadata['tied_head']}")
+    if metadata["ignored_keys"]:
+        print(f"keys of config.json without effect: {', '.join(metadata['ignored_keys'])}")
 
 
 def _export(run_dir: str, folder: Path) -> None:
-    from ttcd_jax.interop.reference_checkpoint import CONFIG, export_reference
     from ttcd_jax.interop.weight_files import write_safetensors
-    from ttcd_jax.run.directory import TOKENIZER, RunDirectory, load_params
     from ttcd_jax.run.export import exported_run
 
     check_unused(folder)
-    directory = RunDirectory(run_dir)
-    facts = directory.read_import()
-    if facts is not None and not all(name in facts for name in _FACTS):
-        raise CheckpointError(f"{run_dir}/import.json is damaged: import the checkpoint again")
-    if FLAGS.format == "huggingface":
-        tensors, files, step = exported_run(run_dir, FLAGS.step, FLAGS.dtype)
-    else:
-        params, config, step = load_params(run_dir, FLAGS.step)
-        facts = facts if facts and facts["format"] == FLAGS.format else None
-        tensors, text = export_reference(params, config, facts, FLAGS.dtype)
-        files = {CONFIG: text}
-        if (directory.path / TOKENIZER).is_file():
-            files[TOKENIZER] = (directory.path / TOKENIZER).read_bytes().decode()
+    tensors, files, step = exported_run(run_dir, FLAGS.format, FLAGS.step, FLAGS.dtype)
     with whole_folder(folder) as unfinished:
         write_safetensors(unfinished, tensors)
         for name, content in files.items():
             (unfinished / name).write_bytes(content.encode())
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    place = units.printable(str(folder.absolute()))
-    print(f"{len(tensors)} tensors, {count:,} numbers of step {step} in {place}")
+    path = units.printable(str(folder.absolute()))
+    print(f"{len(tensors)} tensors, {count:,} numbers of step {step} in {path}")
 
 
 def _export_run(run_dir: str, folder: Path) -> None:

@@ -19,9 +19,9 @@ others a method with a memory is measured with its fast
 weights on and off (eta = 0). Every task is a file in ttcd_jax/tasks with its options,
 --batch_size=N for all; docs/evaluation.md describes them.
 
---param changes what depends on no parameter: the window, YaRN. Results go to eval/TASK in the run,
-those under --param or --label to a folder of their own next to it; an interrupted evaluation goes
-on. All devices are used; of several processes the first prints and writes.
+--param changes settings without parameters: the window, YaRN. Results go to eval/TASK in the run,
+those under --param or --label to a separate folder next to it; an interrupted evaluation goes on.
+All devices are used; of several processes the first prints and writes.
 """
 
 from absl import flags

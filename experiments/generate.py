@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
         if FLAGS.save_state is not None:
             session.save(Path(FLAGS.save_state))
         if FLAGS.json is not None:
-            write_json(Path(FLAGS.json), session.facts | {"texts": texts})
+            write_json(Path(FLAGS.json), session.record | {"texts": texts})
     if FLAGS.interactive:
         session.answer_lines()
 
@@ -137,8 +137,8 @@ class _Session:
         self._tokenizer = run.tokenizer
         self._model = inference_model(run.model)
         self._state = self._start()
-        self.facts = {"run_dir": str(Path(FLAGS.run_dir).absolute()), "step": run.step}
-        self.facts |= {"changes": FLAGS.param} if FLAGS.param else {}
+        self.record = {"run_dir": str(Path(FLAGS.run_dir).absolute()), "step": run.step}
+        self.record |= {"changes": FLAGS.param} if FLAGS.param else {}
 
     def _start(self) -> "InferenceState | None":
         from ttcd_jax.inference.saved_state import load_state
@@ -159,7 +159,7 @@ class _Session:
         return None
 
     def read_files(self, prompts: list[bytes]) -> list[dict[str, Any]]:
-        """The facts of each text for --json, once all prompts are read and continued."""
+        """The record of each text for --json, once all prompts are read and continued."""
         changes = {"max_new_tokens": 0} if FLAGS.interactive else {}
         rows = [self._tokenizer.encode(prompt) for prompt in prompts]
         generation = self._generation(rows, self._state, **changes)
@@ -204,11 +204,11 @@ class _Session:
 def _texts(
     generation: "Generation", is_interrupted: Callable[[], bool] = lambda: False
 ) -> list[dict[str, Any]]:
-    """The facts of each text. Prints a single text as it is generated, several when finished; then
+    """The record of each text. Prints a single text as it is generated, several when finished; then
     the numbers and rates of the tokens read and generated, and the size of the state."""
     import jax
 
-    facts = [_read(generation)]
+    spoken = [_read(generation)]
     texts = [{"text": "", "tokens": []} for _ in generation.state.position]
     first, is_stopped = 0.0, False
     for event in generation:
@@ -229,9 +229,9 @@ def _texts(
     later = sum(len(text["tokens"]) for text in texts) - len(texts)
     if later > 0:
         rate = later / (time.monotonic() - first)
-        facts.append(f"generated {later + len(texts):,} ({rate:,.0f}/s)")
+        spoken.append(f"generated {later + len(texts):,} ({rate:,.0f}/s)")
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(generation.state))
-    _say(", ".join([*facts, f"state {units.size(size)}"]))
+    _say(", ".join([*spoken, f"state {units.size(size)}"]))
     return texts
 
 

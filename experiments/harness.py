@@ -3,14 +3,13 @@
     ttcd_lm_eval --model ttcd_jax --model_args run_dir=DIR,step=N,batch_size=16 --tasks hellaswag
 
 `python -m experiments.harness` is the same. The harness looks for models in its own registry only,
-so its command `lm_eval` has to be started here. All flags are the harness', and --import=MODULE,
-which imports a module that registers what the run needs.
+so its command `lm_eval` has to be started here. All flags are the harness', and --import=MODULE: it
+imports a module of the run.
 """
 
 import sys
 
 from experiments import cli
-from ttcd_jax.errors import UserError
 from ttcd_jax.registry import import_modules
 
 
@@ -31,17 +30,10 @@ def main() -> None:
     lm_eval.evaluator.evaluate = harness.evaluate
     own = [x for x in sys.argv[1:] if x.startswith("--import=")]  # the others are the harness'
     sys.argv[:] = [x for x in sys.argv if x not in own]
-    try:
+    with cli.mistakes_reported():
         import_modules(x.removeprefix("--import=") for x in own)
-        cli.set_up_environment()
         with jax.set_mesh(build_mesh(MeshConfig())), harness.Refusals("refuses"):
             lm_eval.__main__.cli_evaluate()
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except (ValueError, LookupError, TypeError, OSError, AssertionError, RuntimeError) as error:
-        cli.leave_if_unsupported(error)
-        raise
 
 
 if __name__ == "__main__":

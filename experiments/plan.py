@@ -76,7 +76,7 @@ def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
     length = config.data.seq_len
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     tokens, flops = config.batch_size * length, training_flops_per_token(config.model, length)
-    facts = {
+    lines = {
         "parameters": f"{num_params(config.model):,}",
         "tokens per step": f"{tokens:,} ({config.batch_size} rows of {length:,})",
         "tokens in all": f"{tokens * config.steps:,} in {config.steps:,} steps",
@@ -93,16 +93,16 @@ def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
     if hardware is not None:
         share, whole = memory_share(), hardware.memory_bytes
         origin = f"{share:.4g} ({SHARE}) of {size_text(whole)}"
-        facts |= _fit(config, mesh, used, share * whole, origin)
+        lines |= _fit(config, mesh, used, share * whole, origin)
     elif (device := jax.devices()[0]).platform != "cpu":
         hardware, whole = data_sheet(device.device_kind), device_bytes()
-        facts |= _fit(
+        lines |= _fit(
             config, mesh, used, whole, f"XLA's {size_text(whole)} of {device.device_kind}"
         )
     if hardware is not None:
-        facts |= _time(config, mesh, hardware, flops * tokens)
-    width = max(map(len, facts))
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
+        lines |= _time(config, mesh, hardware, flops * tokens)
+    width = max(map(len, lines))
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in lines.items()))
 
 
 def _decoding_state(config: RunConfig) -> str:
@@ -124,7 +124,7 @@ def _fit(
     room = whole - RESERVE_BYTES
     changes = changes_to_fit(config, mesh, used, room)
     # An estimate: compiled for CPUs, some bfloat16 products are in float32, attention is in XLA.
-    facts = {
+    lines = {
         "memory: there is": (
             f"{_per_device(room)}: {origin}, less {size_text(RESERVE_BYTES)} for programs and gaps"
         ),
@@ -132,10 +132,10 @@ def _fit(
     }
     for number, change in enumerate(changes, 1):
         flags = " ".join(f'--param="{binding}"' for binding in change.param.splitlines())
-        facts[f"change {number}"] = f"{flags}: {_per_device(change.total)}; {change.cost}"
+        lines[f"change {number}"] = f"{flags}: {_per_device(change.total)}; {change.cost}"
     if used.total > room and not (changes and changes[-1].total <= _MARGIN * room):
-        facts["and"] = f"more devices than {mesh.size}, or shorter rows"
-    return facts
+        lines["and"] = f"more devices than {mesh.size}, or shorter rows"
+    return lines
 
 
 def _time(config: RunConfig, mesh: Mesh, hardware: Hardware, flops: float) -> dict[str, str]:

@@ -14,10 +14,10 @@ PATH is a file or a folder of
     state.json          the same: a folder that `datasets` saved
     index.json          the same: MDS shards
     .idx                Megatron-LM's documents of token ids, with the .bin beside it
-Token ids are those of --tokenizer; the tokens that begin and end documents are those that
-tokenizer_config.json, generation_config.json and config.json next to it name, or those of a usual
-name. .txt.gz, .jsonl.gz, .json.gz and .zst are unpacked while they are read. Subfolders `train/`
-and `validation/` are the splits. .zst, .parquet and .arrow need zstandard and pyarrow (pip install
+Token ids are those of --tokenizer; the tokens that begin and end documents are named by
+tokenizer_config.json, generation_config.json and config.json next to it, or have a usual name.
+.txt.gz, .jsonl.gz, .json.gz and .zst are unpacked while they are read. Subfolders `train/` and
+`validation/` are the splits. .zst, .parquet and .arrow need zstandard and pyarrow (pip install
 'ttcd-jax[data]'). A document, or a line, has 256 MiB at most. A line without a document is left out
 and reported; more than one, and more than 0.1 % of them, are refused. A document is its bytes:
 marks of order and ends of lines stay.
@@ -30,7 +30,7 @@ its cache (or CACHE) and read as --input, or one of
 
 --samples_are_rows, for token ids packed to rows by others: each sample is one row of the run,
 neither cut nor joined to another; the run's seq_len is their length, or less by one. The documents
-in a row are one: MDS columns of their places, such as ProLong's `indices`, are ignored.
+in a row are one: MDS columns of their positions, such as ProLong's `indices`, are ignored.
 
 FOLDER appears when it is complete, and is the same for any number of processes. A command that was
 stopped or killed leaves the hidden folder .FOLDER.unfinished: repeat it, and it tokenizes the rest
@@ -110,7 +110,7 @@ def _prepare() -> None:
             on_progress=progress.add,
         )
     progress.show()
-    _print_facts(folder, manifest)
+    _print_manifest(folder, manifest)
 
 
 def _corpus() -> CorpusConfig:
@@ -197,15 +197,15 @@ def _train_tokenizer() -> None:
 
 
 def _verify() -> None:
-    _print_facts(Path(FLAGS.verify), verify_records(Path(FLAGS.verify)))
+    _print_manifest(Path(FLAGS.verify), verify_records(Path(FLAGS.verify)))
 
 
-def _print_facts(folder: Path, manifest: dict[str, Any]) -> None:
-    for split, facts in manifest["splits"].items():
-        text = facts["text"]
+def _print_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    for split, entry in manifest["splits"].items():
+        text = entry["text"]
         print(
-            f"{split}: {facts['num_documents']:,} documents, {units.size(text['num_bytes'])}, "
-            f"{facts['num_tokens']:,} tokens in {len(facts['shards'])} shards"
+            f"{split}: {entry['num_documents']:,} documents, {units.size(text['num_bytes'])}, "
+            f"{entry['num_tokens']:,} tokens in {len(entry['shards'])} shards"
         )
     print(f"{manifest['vocab_size']:,} vocabulary entries; sha256 {manifest['sha256']}")
     print(f"token records in {folder.absolute()}")

@@ -9,8 +9,8 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string(
     "distributed",
     "none",
-    "How several processes find each other: none, auto, slurm, openmpi, jobset, or "
-    "HOST:PORT,NUM_PROCESSES,PROCESS_ID.",
+    "How several processes find each other: none, slurm, jobset, or "
+    "HOST:PORT,NUM_PROCESSES,PROCESS_ID, where {NAME} is a variable of the environment.",
 )
 
 
@@ -24,6 +24,6 @@ def connect(lost_seconds: float = 60.0) -> None:
 
     processes = detect(FLAGS.distributed, os.environ)
     if processes is not None:
-        with Watchdog(processes.num_processes):
+        with Watchdog(processes.count):
             initialize(processes, heartbeat_seconds=math.ceil(2 * lost_seconds))
             jax.devices()  # waits until each process knows those of the others

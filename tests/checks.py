@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from beartype import beartype
 from flax import nnx
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from ttcd_jax.errors import UserError
 from ttcd_jax.precision import Precision
 
 
@@ -85,6 +87,16 @@ def after_chunk(length: int, size: int) -> np.ndarray:
     """[T, 1, T]: whether a token's chunk comes after another's, of chunks of `size` tokens."""
     chunk = np.arange(length) // size
     return chunk[:, None, None] > chunk
+
+
+def refused(words: str, call: Callable, *args, error: type = UserError, **options) -> str:
+    """The error that `call` raises: one line that has all words (divided by |)."""
+    with pytest.raises(error) as caught:
+        call(*args, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words.split("|")), message
+    return message
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

@@ -3,7 +3,9 @@
 import gc
 import logging
 import os
+import sys
 
+import commands
 from commands import XLA_FLAGS
 
 # Before jax starts, and inherited by the commands that tests run.
@@ -13,12 +15,19 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+sys.modules["tests.commands"] = commands  # one server of forks under both names
 # Stays installed: modules are imported (and instrumented) by the tests that need them. Of the
-# kernels the public calls only: Triton reads the source of its functions unchanged.
+# kernels the host's code only: Triton reads the source of its functions unchanged.
 install_import_hook(
     [
         *("ttcd_jax.memory", "ttcd_jax.methods", "ttcd_jax.models", "ttcd_jax.nn"),
-        *("ttcd_kernels.dual_window.api", "ttcd_kernels.decode.api", "ttcd_kernels.short_conv"),
+        *(f"ttcd_jax.train.{name}" for name in ("bad_steps", "groups", "loss", "metrics")),
+        *(f"ttcd_jax.train.{name}" for name in ("muon", "optimizer", "state", "step")),
+        *(f"ttcd_kernels.dual_window.{name}" for name in ("api", "bench", "cotangents", "tiles")),
+        *(f"ttcd_kernels.dual_window.{name}" for name in ("mosaic_call", "triton_call", "xla")),
+        *(f"ttcd_kernels.decode.{name}" for name in ("api", "bench", "triton_call", "xla")),
+        *(f"ttcd_kernels.{name}" for name in ("launch", "machine_code", "normalize", "parity")),
+        *(f"ttcd_kernels.{name}" for name in ("partitioning", "short_conv")),
     ],
     "checks.typechecked",
 )

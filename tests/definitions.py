@@ -4,10 +4,14 @@ The contract of each is that of the public call in the op's `api`; the arguments
 implementations.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from ttcd_kernels.normalize import NORM_EPS
 from ttcd_kernels.windows import Windows
+
+from ttcd_jax.memory.newton_schulz import newton_schulz
 
 
 def single_window(q, k, v, segment_ids, window: int, scale: float):
@@ -92,12 +96,29 @@ def short_conv_residual(
     return target - student, target, key
 
 
+class Read(NamedTuple):
+    """How a token reads: its features, what its error compares, and the weight of its chunk."""
+
+    z_out: jax.Array
+    teacher: jax.Array
+    student: jax.Array
+    weight: jax.Array  # W_base and what the memory holds
+    has_memory: bool  # an earlier chunk has tokens of its document
+
+
 def in_place(settings, params: dict, x, t, ids):
-    """y [T, D] of one row of an in-place MLP (IP-TTCD; IP-TTT where `settings` have a target),
-    token by token. x, t [T, D]; ids [T] numpy, every document one run."""
-    T, is_target = len(x), hasattr(settings, "target")
+    """(y [T, D], the weight after the row) of one row of an in-place MLP (IP-TTCD, also the ideal
+    one; IP-TTT where `settings` have a target), token by token. x, t [T, D]; ids [T] numpy, every
+    document one run."""
+    reads, end = in_place_reads(settings, params, x, t, ids)
+    return jnp.stack([read.z_out @ read.weight for read in reads]), end
+
+
+def in_place_reads(settings, params: dict, x, t, ids) -> tuple[list[Read], jax.Array]:
+    T, w, is_target = len(x), params["down"], hasattr(settings, "target")
+    is_ideal = not hasattr(settings, "has_proj")
+    corrects = not is_ideal and settings.corrects_errors
     document = ids if settings.resets_at_document else 0 * ids
-    tokens, w = range(T), params["down"]
 
     def features(h):
         return jax.nn.silu(h @ params["gate"]) * (h @ params["up"])
@@ -105,33 +126,31 @@ def in_place(settings, params: dict, x, t, ids):
     def convolved(vectors, name, p):
         if name not in params:
             return vectors[p]
-        taps, total = params[name], jnp.zeros_like(vectors[p])
-        for r, tap in enumerate(taps):
-            s = p + r - (len(taps) - 1 if settings.is_conv_causal else len(taps) // 2)
-            is_near = 0 <= s < T and s // settings.chunk_size == p // settings.chunk_size
-            if is_near and document[s] == document[p]:
-                total = total + tap * vectors[s]
-        return total
+        return _convolved(settings, document, vectors, params[name], p)
 
     def read_and_written(p):
-        """(features that read, key, error, rate of the correction) of token p."""
+        """(features that read, of teacher, of student), (key, error, rate of the correction)."""
         if is_target:
             z_out = convolved(z, "activation_conv", p)
-            error, key, rate = convolved(t, "target_conv", p), z_out, 1.0
-            key = _unit(key) if settings.corrects_errors else key
+            key = _unit(z_out) if corrects else z_out
+            error, rate, views = convolved(t, "target_conv", p), 1.0, (z_out, z_out)
         else:
-            target, student = convolved(z, "teacher_conv", p), convolved(z_s, "student_conv", p)
-            z_out = {"teacher": target, "teacher_raw": z[p], "student": student}[settings.output]
+            teacher, student = convolved(z, "teacher_conv", p), convolved(z_s, "student_conv", p)
+            views = teacher, student
+            if is_ideal:
+                return (teacher, *views), (student, None, None)
+            z_out = {"teacher": teacher, "teacher_raw": z[p], "student": student}[settings.output]
             key = _unit(student) if settings.normalizes_keys else student
-            error, rate = (target - student) @ w, 1.0
+            error, rate = (teacher - student) @ w, 1.0
             error = _unit(error) if settings.normalizes_errors else error
             if "rate" in params:
                 rate = 1 / (1 + jnp.exp(-(t[p] @ params["rate"])))
                 error = rate * error
-        return z_out, key, error @ params["proj"] if "proj" in params else error, rate
+        error = error @ params["proj"] if "proj" in params else error
+        return (z_out, *views), (key, error, rate)
 
-    z, z_s = [features(x[p]) for p in tokens], [features(t[p]) for p in tokens]
-    found, y = [read_and_written(p) for p in tokens], [None] * T
+    z, z_s = [features(x[p]) for p in range(T)], [features(t[p]) for p in range(T)]
+    found, reads = [read_and_written(p) for p in range(T)], {}
     states = {d: (w, jnp.zeros_like(w), 0) for d in document.tolist()}
     for first in range(0, T, settings.chunk_size):
         chunk = range(first, min(first + settings.chunk_size, T))
@@ -139,19 +158,33 @@ def in_place(settings, params: dict, x, t, ids):
             own = [p for p in chunk if document[p] == d]
             base, total, count = states[d]
             weight = _held(settings, w, base + settings.eta * total)
+            reads |= {p: Read(*found[p][0], weight, count > 0) for p in own}
+            left, delta = sum(_log_left(settings, params, x[p]) for p in own), jnp.zeros_like(w)
+            total = total * jnp.exp(left)
             for p in own:
-                y[p] = found[p][0] @ weight
-            total, delta = (
-                total * jnp.exp(sum(_log_left(settings, params, x[p]) for p in own)),
-                jnp.zeros_like(w),
-            )
-            for p in own:
-                _, key, error, rate = found[p]
-                if settings.corrects_errors:
+                (_, teacher, student), (key, error, rate) = found[p]
+                if is_ideal:  # the gradient of the distillation loss, of which the teacher has none
+                    target = jax.lax.stop_gradient(teacher @ weight)
+                    error = (target - student @ weight) / len(own)
+                if corrects:
                     error = error - rate * (key @ (total + delta))
                 delta = delta + key[:, None] * error[None, :]
+            if getattr(settings, "orthogonalizes_updates", False):
+                delta = newton_schulz(delta)
             states[d] = _ended(settings, w, base, total + delta, count + 1)
-    return jnp.stack(y)
+    base, total, _ = states[document[-1]]
+    return [reads[p] for p in range(T)], _held(settings, w, base + settings.eta * total)
+
+
+def _convolved(settings, document, vectors, taps, p):
+    """Of token p, inside its chunk and document."""
+    total = jnp.zeros_like(vectors[p])
+    for r, tap in enumerate(taps):
+        s = p + r - (len(taps) - 1 if settings.is_conv_causal else len(taps) // 2)
+        is_near = 0 <= s < len(vectors) and s // settings.chunk_size == p // settings.chunk_size
+        if is_near and document[s] == document[p]:
+            total = total + tap * vectors[s]
+    return total
 
 
 def _unit(v):
@@ -160,14 +193,14 @@ def _unit(v):
 
 def _log_left(settings, params, x):
     """[D]: the logarithm of what the token x leaves of every column."""
-    rates = []
-    for q, half_life in enumerate(settings.half_lives):
+    rates, half_lives = [], getattr(settings, "half_lives", ())
+    for q, half_life in enumerate(half_lives):
         rate = jnp.log(2.0) / half_life
         if settings.decay != "constant":
             rate = rate * jnp.exp(params["decay"][q])
         if settings.decay == "gated":
             rate = rate * jnp.log1p(jnp.exp(x @ params["decay_gate"][:, q])) / jnp.log(2.0)
-        rates += [rate] * (len(x) // len(settings.half_lives))
+        rates += [rate] * (len(x) // len(half_lives))
     return -jnp.stack(rates) if rates else jnp.zeros(len(x))
 
 

@@ -1,26 +1,22 @@
 """Files of a run with changed values, and .gin files with changed words: read, or refused in one
 line. A seed draws thousands of changes; nothing else may be raised."""
 
-import copy
 import hashlib
 import json
-import random
 import zipfile
 from pathlib import Path
 
+import corpora
 import numpy as np
 import pytest
-import tokenizers
 from checks import randomize
+from damage import fuzz
 from safetensors.numpy import save
 from small_models import byte_model, config_of
 
 from experiments import cli
-from ttcd_jax.data.corpus import CorpusConfig
-from ttcd_jax.data.preparation import prepare_records
 from ttcd_jax.data.records import MANIFEST, sealed, verify_records
 from ttcd_jax.data.sources import text_records
-from ttcd_jax.data.tokenizer import JsonTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import parse_json, read_arrays
 from ttcd_jax.inference.model import inference_model
@@ -35,47 +31,6 @@ from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, model_config, run_tokenizer
 from ttcd_jax.train import digest
-
-ODD = (
-    *(None, True, [], {}, "", "x", "../../etc/passwd", "/dev/zero", "gs://bucket/x", "\x1b[2J"),
-    *(0, -1, 3, 10**6, 2**31, 2**63, 10**30, 0.5, 1e300, [1], [[]], [None], {"type": "x"}),
-    *({"a": {"b": []}}, "\udcff", "os.system"),
-)
-
-
-def changed(value, draw: random.Random):
-    """A copy of a JSON value with one to three of its nodes replaced, removed or added."""
-    value = copy.deepcopy(value)
-    for _ in range(draw.choice((1, 1, 2, 3))):
-        node = {"": value}
-        holder, key = node, ""
-        while isinstance(holder[key], dict | list) and holder[key] and draw.random() < 0.85:
-            holder = holder[key]
-            key = draw.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
-        action = draw.random()
-        if action < 0.7 or holder is node:
-            holder[key] = copy.deepcopy(draw.choice(ODD))
-        elif action < 0.85:
-            del holder[key]
-        elif isinstance(holder, dict):
-            holder["added"] = draw.choice(ODD)
-        else:
-            holder.append(draw.choice(ODD))
-        value = node[""]
-    return value
-
-
-def fuzz(source, read, count: int, *, write=None) -> None:
-    """Calls `read` with changed copies of `source`: it returns, or raises a `UserError`."""
-    num_refused = 0
-    for seed in range(count):
-        draw = random.Random(seed)
-        value = changed(source, draw) if write is None else write(source, draw)
-        try:
-            read(value)
-        except UserError:
-            num_refused += 1
-    assert num_refused > count // 4
 
 
 def test_configuration_of_a_run(tmp_path):
@@ -150,32 +105,25 @@ def test_saved_states(tmp_path):
     fuzz(arrays, read_arrays, 200, write=damaged)
 
 
-def test_results(tmp_path, monkeypatch):
-    records = [
-        {"context": name, "start": 0, "stop": 32, "tokens": 5, "perplexity": 2.0}
-        | {"bits_per_byte": 1.0}
-        for name in ("0-31", "all")
-    ]
-    source = {
-        "task": "ppl",
-        "label": "on",
-        "chance": None,
-        "series": {"on": records, "off": records},
-    }
-    path = tmp_path / "eval" / "ppl" / "results.json"
-    path.parent.mkdir(parents=True)
-
-    def read(value):
-        path.write_text(json.dumps(value))
-        task_sections(read_all_results([tmp_path]), tmp_path / "page")
-
-    fuzz(source, read, 60)
+ON_AND_OFF = ("on, fast weights on", "on, off (eta = 0)")
+WHOLE = {"start": 0, "stop": 32, "tokens": 5, "perplexity": 2.0, "bits_per_byte": 1.0}
+ONE = {"slice": "n = 2, new", "n": 2, "start": 0, "stop": 16, "context": 8, "tokens": 5, "nll": 2.5}
+BY_DOCUMENT = [ONE | {"document": 0}, ONE | {"document": 1, "context": 16}]
 
 
-def test_results_by_document(tmp_path):
-    place = {"slice": "n = 2, new", "n": 2, "start": 0, "stop": 16}
-    record = place | {"context": 8, "tokens": 5, "nll": 2.5}
-    records = [record | {"document": 0}, record | {"document": 1, "context": 16}]
+@pytest.mark.parametrize(
+    ("task", "count", "records", "labels"),
+    [
+        ("ppl", 60, [WHOLE | {"context": name} for name in ("0-31", "all")], ("on", "off")),
+        ("final_block", 12, BY_DOCUMENT, ON_AND_OFF),
+        ("recurrence", 12, BY_DOCUMENT, ON_AND_OFF),
+        ("position", 12, [x | {"positions": "1-2"} for x in BY_DOCUMENT], ("on",)),
+    ],
+)
+def test_results(tmp_path, task, count, records, labels):
+    source = {"task": task, "label": "on", "chance": None, "series": dict.fromkeys(labels, records)}
+    if task != "ppl":
+        source |= {"options": {"a": 1}, "facts": {"documents": "x"}}
     path = tmp_path / "eval" / "task" / "results.json"
     path.parent.mkdir(parents=True)
 
@@ -183,38 +131,23 @@ def test_results_by_document(tmp_path):
         path.write_text(json.dumps(value))
         task_sections(read_all_results([tmp_path]), tmp_path / "page")
 
-    for name in ("final_block", "recurrence", "position"):
-        shared = {"label": "on", "chance": None, "options": {"a": 1}, "facts": {"documents": "x"}}
-        variants = {"on, fast weights on": records, "on, off (eta = 0)": records}
-        if name == "position":
-            variants = {"on": [x | {"positions": "1-2"} for x in records]}
-        fuzz({"task": name, "series": variants} | shared, read, 12)
+    fuzz(source, read, count)
 
 
 def test_manifests_of_records(tmp_path):
-    documents = [b"one text", b"another"]
-    (tmp_path / "text").mkdir()
-    for number, text in enumerate(documents):
-        (tmp_path / "text" / f"{number}.txt").write_bytes(text)
-    corpus = CorpusConfig(kind="text", path=str(tmp_path / "text"), validation_percent=0)
+    corpus = corpora.text_folder(tmp_path / "text", ["one text", "another"], validation_percent=0)
     folder = tmp_path / "records"
-    folder.mkdir()
-    source = prepare_records(corpus, TokenizerConfig(), folder)
-
-    def read(value):
-        body = {name: x for name, x in value.items() if name != "sha256"} if value else {}
-        (folder / MANIFEST).write_text(json.dumps(sealed(body)))
-        verify_records(folder)
-
-    fuzz(source, lambda value: read(value if isinstance(value, dict) else {}), 400)
+    source = corpora.records(corpus, folder)
+    del source["sha256"]
     facts = source["splits"]["train"]
     for change in (
         *({"bos_id": 10**9}, {"stop_ids": [-1]}, {"stop_ids": ["x"]}),
         *({"splits": {"train": facts | {x: 10**18}}} for x in ("num_tokens", "num_documents")),
         {"splits": {"train": facts | {"shards": ["a\0b"]}}},
     ):
-        with pytest.raises(UserError):
-            read(source | change)
+        (folder / MANIFEST).write_text(json.dumps(sealed(source | change)))
+        with pytest.raises(DataError, match="describes no files of its folder"):
+            verify_records(folder)
 
 
 def test_npz_files(tmp_path):
@@ -277,21 +210,6 @@ def test_json_that_no_reader_could_use_is_refused(data):
     assert parse_json(b'\xef\xbb\xbf{"a": "\\ud83e\\uddee"}', Path("x")) == {"a": "🧮"}
 
 
-def test_tokenizers(tmp_path):
-    tokenizer = tokenizers.ByteLevelBPETokenizer()
-    options = {"show_progress": False, "special_tokens": ["<s>", "</s>"]}
-    tokenizer.train_from_iterator(["some text of words"] * 3, 262, **options)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    source = json.loads((tmp_path / "tokenizer.json").read_text())
-
-    def read(value):
-        (tmp_path / "tokenizer.json").write_text(json.dumps(value))
-        read = JsonTokenizer(str(tmp_path / "tokenizer.json"))
-        read.num_bytes(np.minimum(read.encode("some text"), read.vocab_size - 1))
-
-    fuzz(source, read, 1500)
-
-
 def test_gin_files(tmp_path):
     lines = [
         *("include 'text.gin'", "TEXT = 'README.md'", "RunConfig.steps = 3"),
@@ -300,21 +218,9 @@ def test_gin_files(tmp_path):
     ]
     words = (
         *("0", "-1", "10**9", "''", "'x'", "None", "(", ")", "[1, 2]", "{}", "@x()", "%X", "@"),
-        *(
-            "import os",
-            "include '../x'",
-            "\x00",
-            "é",
-            "=",
-            ".",
-            "/",
-            "'''",
-            "#",
-            "\\",
-            "\t",
-            "1e999",
-        ),
+        *("import os", "include '../x'", "\x00", "é", "=", ".", "/", "'''", "#", "\\", "\t"),
         *("RunConfig", "MemoryConfig.eta", "a/b.c", "(" * 300, "9" * 500, "lambda: 0", "\n  3"),
+        "1e999",
     )
 
     def write(source, draw):

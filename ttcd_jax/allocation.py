@@ -1,9 +1,9 @@
-"""Memory that the process keeps: its share of an accelerator's, and on a host what it freed.
+"""Memory that the process keeps: its share of an accelerator's, and on a host the memory it freed.
 
 XLA takes three quarters of an accelerator's memory at its start unless it is told otherwise. On a
 host, its client allocates the temporaries of a program anew at every call. glibc returns blocks of
-that size to the kernel, which then clears and maps every page again at the next call: 0.3 million
-page faults and an eighth of the time of a small model's step.
+that size to the kernel. At the next call it clears and maps every page again: 0.3 million page
+faults and an eighth of the time of a small model's step.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
 
 def keep_freed_memory() -> None:
-    """Lets this process keep what it frees, for its next allocations: its resident memory stays at
+    """Lets this process keep freed memory for its next allocations: its resident memory stays at
     its peak. Call it before JAX's first array. Nothing happens where an accelerator computes, where
     variables MALLOC_* or GLIBC_TUNABLES are set, and without glibc."""
     is_set = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
@@ -65,7 +65,7 @@ def _given_share() -> float | None:
 
 
 def host_bytes() -> int:
-    """What this process may take of the host's memory: all, or less by its cgroup or `ulimit`."""
+    """The host's memory that this process may take: all, or less by its cgroup or `ulimit`."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     sizes += [x for x in resource.getrlimit(resource.RLIMIT_AS)[:1] if x != resource.RLIM_INFINITY]
     with contextlib.suppress(OSError):

@@ -24,9 +24,9 @@ LOGICAL_AXES = (
 def param(value: jax.Array, axes: tuple[str, ...], *, is_operand: bool | None = None) -> nnx.Param:
     """A parameter with one logical axis name per dimension.
 
-    `is_operand`: whether it is only an operand of products in the compute dtype, so that it may be
-    rounded to that dtype early (before a collective, once for inference); by default, whether it
-    has two dimensions or more. Raises `KeyError` for an unknown name.
+    `is_operand`: whether it is only an operand of products in the compute dtype, and may be rounded
+    to it early (before a collective, once for inference); by default, whether it has two dimensions
+    or more. Raises `KeyError` for an unknown name.
     """
     for name in axes:
         if name not in LOGICAL_AXES:

@@ -32,7 +32,7 @@ class NonFiniteError(UserError):
 
 
 class ResourceError(UserError):
-    """Not enough room on a disk or in memory. The message names what is needed and what is free."""
+    """Not enough room on a disk or in memory. The message names the bytes needed and free."""
 
     exit_code = 6
 

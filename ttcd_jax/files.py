@@ -3,9 +3,9 @@ from untrusted files.
 
 A reader finds the old file, the new one or none, never a partial one. Each is written under a
 hidden name in the same folder (a file's is `.<name>.<process>`, a folder's `.<name>.unfinished`)
-and renamed once its content is on disk. After an error the hidden one is removed. What a killed
-process leaves can be deleted; a folder's next writer takes it over. `OSError` becomes `UserError`.
-Permissions follow the umask.
+and renamed once its content is on disk. After an error the hidden one is removed. The remains of a
+killed process can be deleted; a folder's next writer takes them over. `OSError` becomes
+`UserError`. Permissions follow the umask.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ MAX_JSON_BYTES = 100_000_000  # as in the safetensors library
 _MOST_VALUES = 10_000_000  # of JSON: each takes about 80 bytes of memory
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MOST_ARRAY_BYTES = 2**31
-# Of a file that is no npz, that is damaged, or whose headers contradict its size.
+# Of a file that is not an npz, is damaged, or has headers that contradict its size.
 _ARRAY_DAMAGE = (
     *(zipfile.BadZipFile, zlib.error, tokenize.TokenError, SyntaxError, SystemError, MemoryError),
     *(EOFError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError),
@@ -97,7 +97,7 @@ class GrowingFile:
             self._waiting += record
         try:
             descriptor = os.open(self._path, self._flags, 0o666)
-            self._flags &= ~os.O_CREAT  # what is removed under a run is not made anew
+            self._flags &= ~os.O_CREAT  # a file that is removed under a run is not made anew
             with os.fdopen(descriptor, "ab", buffering=0) as file:
                 while self._waiting:
                     self._waiting = self._waiting[file.write(self._waiting) :]
@@ -206,8 +206,8 @@ def sha256(path: Path) -> str:
 
 
 def difference(path: Path, num_bytes: int | None = None, digest: str | None = None) -> str | None:
-    """The first mismatch of a file with its expected size and sha256 (None: not checked); None if
-    there is none."""
+    """The first mismatch of a file with its expected size and sha256 (None: not checked); None
+    without one."""
     try:
         size = path.stat().st_size
         if num_bytes is not None and size != num_bytes:
@@ -233,8 +233,8 @@ def read_text(path: Path) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """The text of UTF-8 `data` without the mark of its encoding: that of every file but documents,
-    which are their bytes. Raises `UnicodeDecodeError`."""
+    """The text of UTF-8 `data` without the mark of its encoding. Documents alone are not read so:
+    they are their bytes. Raises `UnicodeDecodeError`."""
     return data.decode("utf-8-sig")
 
 
@@ -256,8 +256,8 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an npz file; `DataError` for one that is damaged, holds anything else, or says
-    that its arrays have more than 2 GiB."""
+    """The arrays of an npz file; `DataError` for a damaged one, other content, and arrays of more
+    than 2 GiB."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())

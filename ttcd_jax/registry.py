@@ -1,4 +1,4 @@
-"""Registries: what the names in a configuration stand for.
+"""Registries: the objects behind the names in a configuration.
 
 Methods, evaluation tasks, metrics, optimizers, trackers and readers of documents have one each. A
 module outside the package registers more when it is imported, for a command by
@@ -15,9 +15,7 @@ from typing import Any
 from ttcd_jax.config import Config, closest
 from ttcd_jax.errors import UserError
 
-IMPORTED_MODULES: list[
-    str
-] = []  # what `import_modules` has imported, stored in the runs of this process
+IMPORTED_MODULES: list[str] = []  # by `import_modules`, stored in the runs of this process
 
 
 class Registry[T](dict[str, T]):

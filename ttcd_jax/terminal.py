@@ -22,8 +22,8 @@ def say(line: str) -> None:
 
 class Progress:
     """A line of the first process, at a terminal overwritten by the next one, and the time left of
-    `total` units of work by their rate since the first call of `left`, which comes after what
-    compiles; at that call, by the rate since `start` units, if it is given."""
+    `total` units of work by their rate since the first call of `left`, which comes after
+    compilation. At that call the rate since `start` units counts, if it is given."""
 
     def __init__(self, stream: TextIO, total: float, start: float = math.nan) -> None:
         self._stream, self._total = stream, total

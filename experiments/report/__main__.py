@@ -2,8 +2,8 @@
 
     python -m experiments.report --run_dir=DIR [--run_dir=DIR2 ...] [--output=DIR] [--next=LINE ...]
 
-The page shows everything that was measured of the runs: their evaluations, comparisons of two ways
-to compute them, training curves and speed; of folders of MAD sweeps, their scores; of JSON files of
+The page shows everything that was measured of the runs: their evaluations, comparisons of two of
+their variants, training curves and speed; of folders of MAD sweeps, their scores; of JSON files of
 benchmarks, checks of kernels and the proposition, their tables. Numbers of the paper are set apart.
 Runs that were evaluated on the same task share tables and pictures, and each has one colour on the
 whole page.

@@ -1,5 +1,6 @@
 """The page of several runs: a row per run, then a section for everything that was measured."""
 
+import importlib
 import statistics
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -10,7 +11,7 @@ from ttcd_kernels.table import Row
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import read_json
-from ttcd_jax.measure.page import Section, published, write_page
+from ttcd_jax.measure.page import Section, write_page
 from ttcd_jax.measure.pictures import Picture, coloured_by_run, plot_lines
 from ttcd_jax.measure.results import damage_named, read_all_results, task_sections
 from ttcd_jax.methods import method_named
@@ -56,10 +57,12 @@ def write_report(
     others = [path for path in run_dirs if path not in (*files, *sweeps)]
     for path in others:
         RunDirectory(path).check_imports()
+    if find_spec("experiments.studies") is not None:
+        importlib.import_module("experiments.studies.equivalence.tasks")  # they are registered
     results = read_all_results(others)
     runs = [Run.read(*x) for x in zip(results, others, strict=True)]
     for run in runs:
-        if not (results[run.label] or run.metrics or _comparison(run).exists()):
+        if not (results[run.label] or run.metrics):
             raise UserError(
                 f"nothing was measured in {run.path}: train it, or run experiments.evaluate first"
             )
@@ -67,7 +70,6 @@ def write_report(
         sections = [
             *task_sections(results, output),
             *_sweeps(sweeps, output),
-            *(section for run in runs for section in _equivalence(run)),
             *training_sections(runs, output),
             *(section for path in files for section in _tables(path)),
         ]
@@ -129,16 +131,10 @@ def _sweeps(sweeps: Sequence[Path], output: Path) -> list[Section]:
         return []
     if find_spec("experiments.studies") is None:
         raise UserError(f"{sweeps[0]} is a MAD sweep: only a checkout shows it, not the wheel")
-    from experiments.studies.mad.picture import draw_curves
     from experiments.studies.mad.records import gather
-    from experiments.studies.mad.report import footnotes, score_table
+    from experiments.studies.mad.report import sweep_section
 
-    records, path = gather(sweeps), output / "mad.png"
-    sentence = "Test accuracy of six synthetic tasks by step; hollow: published, at full budget. "
-    with damage_named(f"a record of {', '.join(map(str, sweeps))}"):
-        draw_curves(path, records)
-        picture = Picture(Path(path.name), sentence + ". ".join(footnotes(records)) + ".")
-        return [Section("MAD: synthetic tasks", score_table(records), [picture])]
+    return [sweep_section(gather(sweeps), output / "mad.png")]
 
 
 def _tables(path: Path) -> list[Section]:
@@ -157,34 +153,3 @@ def _tables(path: Path) -> list[Section]:
         if not found or not all(isinstance(row, dict) for rows in found.values() for row in rows):
             raise LookupError("it has no rows")
         return [Section(f"{title} ({where})", rows, ()) for title, rows in found.items()]
-
-
-def _comparison(run: Run) -> Path:
-    return run.path / "eval" / "equivalence" / "equivalence.json"
-
-
-def _equivalence(run: Run) -> list[Section]:
-    """How far two ways to compute a run are apart, as `experiments.equivalence` measured it."""
-    path = _comparison(run)
-    if not path.exists():
-        return []
-    found = read_json(path)
-    with damage_named(str(path)):
-        ways = f"{found['candidate']} against {found['reference']}"
-        table = []
-        if facts := found.get("distribution"):
-            table = [{"measure": "flips of the likeliest token", "mean": facts["flip_share"]}]
-            table.append({"measure": "KL divergence (nats)"} | facts["kl"])
-            table.append({"measure": "total variation"} | facts["tv"])
-    sentences = {
-        "kernel": "Share of the outputs of each block that agree, within units in the last place.",
-        "distribution": "Distance of the predictions, by position.",
-        "task": "Score of both ways on needles in a haystack.",
-    }
-    pictures = [
-        Picture(file.absolute(), f"{sentence} {ways}.")
-        for name, sentence in sentences.items()
-        if (file := path.with_name(f"{name}.png")).exists()
-    ]
-    title = f"Equivalence of two ways to compute {run.label}"
-    return [Section(title, table, pictures, published("equivalence"))]

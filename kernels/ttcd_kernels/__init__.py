@@ -3,7 +3,7 @@
 A folder per attention: `api` (the call and its contract), `xla`, `triton_call` and
 `triton_kernels` (implementations), `tuning`, `bench` (shapes, programs and peers). The convolutions
 are one file, `short_conv`. Shared: `dispatch`, `launch`, `columns`, `partitioning`, `windows`,
-`normalize`, `verified`. Tools: `measure`, `table`, `parity`, `check`, `bench`, `tune`,
+`normalize`, `verified`. Tools: `measure`, `table`, `parity`, `cases`, `check`, `bench`, `tune`,
 `machine_code`.
 """
 

@@ -40,34 +40,32 @@ def main(arguments: list[str] | None = None) -> None:
     ceilings = measure.ceilings()
     flops, rate = (value / TERA for value in ceilings)
     print(f"ceilings of this device: {flops:.3g} Tflop/s, {rate:.3g} TB/s", flush=True)
-    report |= {"ceilings": ceilings._asdict(), "ops": {}}
-    failed = {}
+    ops: dict[str, dict[str, list[Row]]] = {}
+    report |= {"ceilings": ceilings._asdict(), "ops": ops}
     for name in options.op:
-        op = OPS[name]
-        shapes = () if options.times_only else op.SHAPES["parity"]
-        compared = [row for case in shapes for row in parity.compare(op, case, names or None)]
+        shapes = () if options.times_only else OPS[name].SHAPES["parity"]
+        compared = [x for case in shapes for x in parity.compare(OPS[name], case, names or None)]
         if compared:
             print(f"\n{name}\n{format_table(compared)}", flush=True)
-        report["ops"][name] = {"parity": compared, "shapes": [], "rows": []}
-        failed |= _failed(op, compared)
+        ops[name] = {"parity": compared, "shapes": [], "rows": []}
     for name, case in cases(options):
         rows = measured(OPS[name], case, ceilings, names)
         if rows:
             print(f"\n{format_table(rows)}", flush=True)
-        report["ops"][name]["shapes"].append(case._asdict())
-        report["ops"][name]["rows"] += rows
-        failed |= _failed(OPS[name], rows)
+        ops[name]["shapes"].append(case._asdict())
+        ops[name]["rows"] += rows
         write_json(report, options.json)  # after every case: a long run may be cut off
+    failed = dict.fromkeys(
+        row["implementation"]
+        for name, found in ops.items()
+        for row in (*found["parity"], *found["rows"])
+        if row["note"].startswith(measure.FAILED)
+        and not row["implementation"].startswith(OPS[name].PEERS)
+    )
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}; the notes above say why")
-    if not any(report["ops"][name]["rows"] for name in options.op):
+    if not any(found["rows"] for found in ops.values()):
         raise SystemExit(f"nothing to time: no implementation {', '.join(names)} here")
-
-
-def _failed(op: Any, rows: Sequence[Row]) -> dict[str, None]:
-    """The names of this package's own implementations that refused a case."""
-    refused = [row["implementation"] for row in rows if row["note"].startswith(measure.FAILED)]
-    return dict.fromkeys(name for name in refused if not name.startswith(op.PEERS))
 
 
 def parser_of(
@@ -135,23 +133,28 @@ def measured(
     """Table rows of all implementations of an op (of those in `names`) in both directions:
     compiled, and timed if they fit. Rates count the work that any implementation has to do; the
     floor is its least time."""
-    every = measure.programs(op, case)
-    programs = {key: every[key] for key in every if not names or key[1] in names}
-    timings = measure.timed(programs, op.operand_shapes(case), case.rounds)
+    programs = {
+        (direction, name): make(function)
+        for direction, make in measure.directions(op, case).items()
+        for name, function in op.implementations(case).items()
+        if not names or name in names
+    }
+    known, calls = measure.ready(programs, op.operand_shapes(case))
+    timings = measure.median_seconds(calls, case.rounds)
     rows = []
-    for (direction, name), (seconds, temp_bytes, note) in timings.items():
-        work = op.work(case, direction)
+    for (direction, name), (temp_bytes, note) in known.items():
+        work, seconds = op.work(case, direction), timings.get((direction, name))
         row: Row = {"case": case.name, "pass": direction, "implementation": name}
         row |= {
             "time ms": over(seconds, MILLISECOND),
-            f"/ {BASELINE}": over(
-                seconds, timings.get((direction, BASELINE), measure.Timed()).seconds
-            ),
+            f"/ {BASELINE}": over(seconds, timings.get((direction, BASELINE))),
             "Tflop/s": over(work.flops / TERA, seconds),
             "TB/s": over(work.bytes / TERA, seconds),
             "% of floor": over(100 * ceilings.floor_seconds(work), seconds),
+            "temp MiB": over(temp_bytes, MIB),
+            "note": note,
         }
-        rows.append(row | {"temp MiB": over(temp_bytes, MIB), "note": note})
+        rows.append(row)
     return rows
 
 

@@ -20,43 +20,35 @@ from ttcd_kernels.table import write_json
 _LOST = f"{FAILED}no result "
 
 
-class Store:
+class Store(dict[tuple[Any, ...], Row]):
     """The rows of a file of JSON, {**head, "rows": [...]}, by case; `head` says what they are
     measured on. Without a file they are kept in this process."""
 
     def __init__(self, file: Path | None, case: type[NamedTuple], head: Row) -> None:
         """Raises `ValueError` for a file that is damaged, or of another head; clocks and commit of
         its environment may differ."""
+        super().__init__()
         self._file, self._head, self._fields = file, head, case._fields
-        self._rows: dict[tuple[Any, ...], Row] = {}
         if file is None or not file.exists():
             return
         try:
             earlier = json.loads(file.read_text())
-            self._rows = {self._key(row): row for row in earlier.pop("rows")}
+            self.update((self._key(row), row) for row in earlier.pop("rows"))
             is_same = _origin(earlier) == _origin(head)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} is no report of this command ({error!r})") from error
         if not is_same:
             raise ValueError(f"{file} is of another machine, version or source")
 
-    @property
-    def rows(self) -> list[Row]:
-        """In the order in which they were added."""
-        return [*self._rows.values()]
-
-    def __getitem__(self, case: tuple[Any, ...]) -> Row:
-        return self._rows[case]
-
     def left(self, cases: Sequence[Any], *, has_lost: bool = False) -> list[Any]:
         """The cases without a row, and at the end, if wanted, those that were lost."""
-        lost = [x for x in cases if self._rows.get(x, {}).get("note", "").startswith(_LOST)]
-        return [*(x for x in cases if x not in self._rows), *(lost if has_lost else ())]
+        lost = [x for x in cases if self.get(x, {}).get("note", "").startswith(_LOST)]
+        return [*(x for x in cases if x not in self), *(lost if has_lost else ())]
 
     def add(self, row: Row) -> None:
         """Adds a row, or replaces that of its case, and writes the file."""
-        self._rows[self._key(row)] = row
-        write_json({**self._head, "rows": self.rows}, self._file)
+        self[self._key(row)] = row
+        write_json({**self._head, "rows": [*self.values()]}, self._file)
 
     def _key(self, row: Row) -> tuple[Any, ...]:
         return tuple(row[name] for name in self._fields)

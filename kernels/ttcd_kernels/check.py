@@ -3,7 +3,7 @@
     python -m ttcd_kernels.check [--json FILE] [--timeout 120] [--op OP ...]
                                  [--implementation NAME ...]
 
-Each case of each implementation runs in a process of its own, which may crash or hang: forward and
+Each case of each implementation runs in its own process, which may crash or hang: forward and
 gradients, twice, of small odd shapes and of one of 4,096 tokens, in every dtype, with and without
 documents. Results must be within bounds of XLA's in float64, and both runs equal bit by bit
 (`parity`). The JSON is written after every process, and the same command goes on from it. Exits
@@ -26,7 +26,7 @@ GPU_KERNELS = ("triton", "mosaic")
 
 
 class Job(NamedTuple):
-    """What one process runs: a case of an op by one implementation."""
+    """The task of one process: a case of an op by one implementation."""
 
     op: str
     implementation: str
@@ -83,13 +83,13 @@ def checked(job: Job) -> Row:
 
 def advice(gpu: int | None, rows: Sequence[Row]) -> list[str]:
     """What to change after a check of everything that "auto" may take: `verified.VERIFIED`."""
-    notes = {
-        (row["op"], row["dtype"], row["case"]): row["note"]
-        for row in rows
-        if row["implementation"] == GPU_KERNELS[0]
-    }
-    everything = {(op, x.dtype, x.name) for op in OPS for x in OPS[op].SHAPES["check"]}
-    if gpu in verified.VERIFIED or notes.keys() != everything or any(notes.values()):
+    notes = {tuple(row[name] for name in Job._fields): row["note"] for row in rows}
+    jobs = [
+        Job(op, GPU_KERNELS[0], case.dtype, case.name)
+        for op in OPS
+        for case in OPS[op].SHAPES["check"]
+    ]
+    if gpu in verified.VERIFIED or any(notes.get(job, "not checked") for job in jobs):
         return []
     return [f"verified.py: VERIFIED may have {gpu}, in a commit that brings this report"]
 

@@ -11,7 +11,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Unsupported(ValueError):
-    """Error of a call that names an implementation which cannot take its operands here."""
+    """Error of a call by name whose implementation cannot take its operands here."""
 
 
 class Candidate(NamedTuple):

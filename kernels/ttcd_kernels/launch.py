@@ -1,35 +1,40 @@
 """Launches of Triton kernels from JAX, and the checks that this machine can run them."""
 
 import contextlib
-import contextvars
 import importlib.util
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jaxtyping import Array, Shaped
 
+Operand = Shaped[Array | jax.ShapeDtypeStruct, "B ..."]
 _OLDEST_GPU = 80
 DTYPES = ("bfloat16", "float16", "float32")
 LOG2E = 1.4426950408889634
-_CAPABILITY: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
-_RECORD: contextvars.ContextVar[list["Launch"] | None] = contextvars.ContextVar(
-    "record", default=None
-)
+_CAPABILITY: ContextVar[int] = ContextVar("capability")
+_RECORD: ContextVar[list["Launch"]] = ContextVar("record")
 
 
 @contextlib.contextmanager
-def compiling_for(capability: int) -> Iterator[None]:
-    """Kernels traced and lowered inside are compiled for this GPU (90: Hopper), present or not."""
-    token = _CAPABILITY.set(capability)
+def _inside[T](variable: ContextVar[T], value: T) -> Iterator[T]:
+    """The variable has the value until the block ends."""
+    token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
-        _CAPABILITY.reset(token)
+        variable.reset(token)
+
+
+def compiling_for(capability: int) -> contextlib.AbstractContextManager[int]:
+    """Kernels traced and lowered inside are compiled for this GPU (90: Hopper), present or not."""
+    return _inside(_CAPABILITY, capability)
 
 
 def check_devices() -> None:
@@ -46,7 +51,7 @@ def capability(*arrays: Any) -> int | None:
     """The compute capability of the NVIDIA GPU that kernels are compiled for, e.g. 90; None without
     one (AMD's GPUs have none). The GPU is where the arrays are, of traced ones the default device
     (`jax.default_device`)."""
-    chosen = _CAPABILITY.get()
+    chosen = _CAPABILITY.get(None)
     if chosen is not None:
         return chosen
     name = str(getattr(_device(arrays), "compute_capability", ""))
@@ -82,7 +87,9 @@ def unavailable(*arrays: Any) -> str | None:
     return None
 
 
-def unsupported(dtypes: Sequence[str], head_dims: Iterable[int] = (), **arrays: Any) -> str | None:
+def unsupported(
+    dtypes: Sequence[str], head_dims: Iterable[int] = (), **arrays: Operand
+) -> str | None:
     """The reason why no kernel can take these arrays (by name) on this machine: the first's head
     dimension, dtypes that differ or are not in `dtypes`, no GPU. None if one can."""
     head_dim = next(iter(arrays.values())).shape[-1]
@@ -108,15 +115,9 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-@contextlib.contextmanager
-def recorded() -> Iterator[list[Launch]]:
+def recorded() -> contextlib.AbstractContextManager[list[Launch]]:
     """Launches traced inside are listed, not made: their results are zeros."""
-    launches: list[Launch] = []
-    token = _RECORD.set(launches)
-    try:
-        yield launches
-    finally:
-        _RECORD.reset(token)
+    return _inside(_RECORD, [])
 
 
 def launch(
@@ -127,7 +128,7 @@ def launch(
     num_warps: int,
     num_stages: int,
     **constants: Any,
-) -> list[jax.Array]:
+) -> list[Shaped[Array, "..."]]:
     """Results of `kernel(*args, *results, **constants)` on `grid`. A float argument is np.float32:
     a Python float would be 64 bit in the kernel. Raises `TypeError` for arguments that do not match
     the kernel's parameters."""
@@ -135,7 +136,7 @@ def launch(
         kernel.signature.bind(*args, *out_shape, **constants)
     except TypeError as error:  # jax-triton would name neither
         raise TypeError(f"{kernel.__name__}: {error}") from None
-    record = _RECORD.get()
+    record = _RECORD.get(None)
     if record is not None:
         arguments = (*args, *out_shape)
         record.append(Launch(kernel, arguments, constants, grid, num_warps, num_stages))
@@ -150,6 +151,6 @@ def launch(
         name=kernel.__name__,
         num_warps=num_warps,
         num_stages=num_stages,
-        compute_capability=_CAPABILITY.get(),
+        compute_capability=_CAPABILITY.get(None),
         **constants,
     )

@@ -1,4 +1,4 @@
-"""The resources that kernels take, compiled ahead of time for a GPU that need not be there."""
+"""The resources of kernels, compiled ahead of time for a GPU that need not be there."""
 
 import contextlib
 import io
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from ttcd_kernels import launch
 from ttcd_kernels.launch import Launch
@@ -46,7 +47,7 @@ def unfit(kernel: Compiled, capability: int) -> str | None:
 
 
 def alone(
-    launched: Launch, integers: Sequence[jax.Array]
+    launched: Launch, integers: Sequence[Int[Array, "..."]]
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     """A recorded launch as a function of its floating arrays, and their shapes; its integer arrays
     are given."""

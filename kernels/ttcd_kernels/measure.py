@@ -11,16 +11,11 @@ import subprocess
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-# tiny: milliseconds; cpu: minutes on two cores; paper: a GPU; parity: small enough to compare
-# results with the definition; check: the same for a GPU, in every dtype; aot: compiled for a GPU,
-# not run.
-SetName = Literal["tiny", "cpu", "paper", "parity", "check", "aot"]
 
 type Row = dict[str, Any]  # a table's row: values by column
 MILLISECOND, MIB, TERA = 1e-3, 2**20, 1e12
@@ -33,8 +28,8 @@ _CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,power.limit"
 def median_seconds[Name: Hashable](
     programs: Mapping[Name, Callable[[], Any]], rounds: int
 ) -> dict[Name, float]:
-    """Seconds per call of each program: the median of rounds that time every program in turn, so
-    that a machine shared with others slows all of them alike."""
+    """Seconds per call of each program: the median of rounds that time every program in turn: a
+    machine shared with others slows all of them alike."""
     calls = {}
     for name, program in programs.items():
         first = _seconds(program, 1)  # also the warm-up
@@ -52,47 +47,37 @@ FAILED = "failed: "
 
 
 def refusal(error: BaseException) -> str:
-    """The note that replaces the numbers of an implementation that refused."""
+    """The note of an implementation that refused, instead of its numbers."""
     lines = str(error).strip().splitlines() or [""]
     return f"{FAILED}{type(error).__name__}: {lines[0][:120]}"
 
 
-class Timed(NamedTuple):
-    """Median seconds and bytes of temporaries of a program, None where not measured: see `note`."""
+class Known(NamedTuple):
+    """What is known of a program before it is timed: bytes of temporaries, None where it refused,
+    and why it is not timed."""
 
-    seconds: float | None = None
     temp_bytes: int | None = None
     note: str = ""
 
 
-def timed[Name: Hashable](
-    programs: Mapping[Name, Callable[..., Any]], shapes: Sequence[jax.ShapeDtypeStruct], rounds: int
-) -> dict[Name, Timed]:
-    """Each program compiled, and timed on random operands if it fits in device memory."""
-    results, calls = ready(programs, shapes)
-    for name, seconds in median_seconds(calls, rounds).items():
-        results[name] = results[name]._replace(seconds=seconds)
-    return results
-
-
 def ready[Name: Hashable](
     programs: Mapping[Name, Callable[..., Any]], shapes: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[dict[Name, Timed], dict[Name, Callable[[], Any]]]:
-    """What is known of each program before it is timed, and calls of those that can be, compiled
-    and run once."""
+) -> tuple[dict[Name, Known], dict[Name, Callable[[], Any]]]:
+    """Each program compiled, and a call on random operands of those that fit in device memory,
+    which have run once."""
     results, compiled, calls = {}, {}, {}
     for name, function in programs.items():
         try:
             program = jax.jit(function).lower(*shapes).compile()
         except REFUSALS as error:
-            results[name] = Timed(note=refusal(error))
+            results[name] = Known(note=refusal(error))
             continue
         limit = usable_bytes()
         if needed_bytes(program) < limit:
             compiled[name], note = program, ""
         else:
             note = f"memory only: does not fit in {gibibytes(limit)}"
-        results[name] = Timed(temp_bytes=temp_bytes(program), note=note)
+        results[name] = Known(temp_bytes(program), note)
     arrays = operands(shapes) if compiled else []
     for name, program in compiled.items():
         try:
@@ -110,27 +95,23 @@ class Work(NamedTuple):
     bytes: float
 
 
-def programs(op: Any, case: Any) -> dict[tuple[str, str], Callable[..., Any]]:
-    """Functions of the operands by (direction, implementation): the forward and, for an op whose
-    operands include cotangents, the forward with the gradients of the inputs."""
-    makers = {"forward": forward}
-    if len(op.operand_shapes(case)) > op.NUM_INPUTS:
-        makers["fwd + bwd"] = gradient
-    return {
-        (direction, name): make(function, op.NUM_INPUTS)
-        for direction, make in makers.items()
-        for name, function in op.implementations(case).items()
-    }
+def directions(op: Any, case: Any) -> dict[str, Callable[..., Any]]:
+    """By name what makes a function of all operands from one of q, k and v: `forward` and, where
+    the operands include cotangents, `gradient`."""
+    has_cotangents = len(op.operand_shapes(case)) > 3
+    return {"forward": forward} | ({"fwd + bwd": gradient} if has_cotangents else {})
 
 
-def forward(function: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
-    return lambda *arrays: function(*arrays[:num_inputs])
+def forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda q, k, v, *_: function(q, k, v)
 
 
-def gradient(function: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
-    def run(*arrays: jax.Array) -> Any:
-        results, pull = jax.vjp(function, *arrays[:num_inputs])
-        return results, pull(arrays[num_inputs:][: len(results)])
+def gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The results, and the gradients of q, k and v."""
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, *cotangents: jax.Array) -> Any:
+        results, pull = jax.vjp(function, q, k, v)
+        return results, pull(cotangents[: len(results)])
 
     return run
 
@@ -151,15 +132,10 @@ def ceilings(rounds: int = 3) -> Ceilings:
     is_cpu = jax.default_backend() == "cpu"
     size, dtype = (1024, jnp.float32) if is_cpu else (8192, jnp.bfloat16)
     matrix = jax.random.normal(jax.random.key(0), (size, size), dtype)
-    programs = {"product": jax.jit(jnp.matmul), "copy": jax.jit(lambda x, _: x + 1)}
-    calls = {name: functools.partial(program, matrix, matrix) for name, program in programs.items()}
+    product, copy = jax.jit(jnp.matmul), jax.jit(lambda x: x + 1)
+    calls = {"product": lambda: product(matrix, matrix), "copy": lambda: copy(matrix)}
     seconds = median_seconds(calls, rounds)
     return Ceilings(2 * size**3 / seconds["product"], 2 * matrix.nbytes / seconds["copy"])
-
-
-def three_documents(*shape: int) -> jax.Array:
-    """Segment ids of rows that hold three documents each."""
-    return jnp.broadcast_to(jnp.arange(shape[-1]) * 3 // shape[-1], shape)
 
 
 def operands(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:

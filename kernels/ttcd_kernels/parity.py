@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, UInt
 
 from ttcd_kernels import measure
 from ttcd_kernels.measure import FAILED, Row
 
+Numbers = Float[np.ndarray, "*shape"]
 _NOTHING = math.nan, math.nan, math.nan  # is compared: beyond every bound
 BASELINE = "xla"  # name of the implementation that results and times are compared with
 # Of `max rel. error`: some steps of the dtype at the largest result.
@@ -27,21 +29,17 @@ def compare(op: Any, case: Any, names: Collection[str] | None = None) -> list[Ro
     last place that 99 % of the elements are within; `max rel. error`: the largest difference over
     the largest magnitude.
     """
-    arrays = measure.operands(op.operand_shapes(case))
-    programs = measure.programs(op, case)
-    direction = list(programs)[-1][0]  # the gradient's programs return the results as well
-    expected = _in_float64(programs[direction, BASELINE], arrays)
+    shapes = op.operand_shapes(case)
+    *_, (direction, make) = measure.directions(op, case).items()  # a gradient returns results too
+    functions = {name: make(function) for name, function in op.implementations(case).items()}
+    expected = _in_float64(functions[BASELINE], measure.operands(shapes))
+    chosen = {name: functions[name] for name in functions if names is None or name in names}
+    known, calls = measure.ready(chosen, shapes)
     rows = []
-    for (its_direction, name), function in programs.items():
-        if its_direction != direction or (names is not None and name not in names):
-            continue
-        numbers, note = (None, None, None), ""
-        try:
-            program = jax.jit(function)
-            actual, again = (jax.device_get(program(*arrays)) for _ in range(2))
-        except measure.REFUSALS as error:
-            note = measure.refusal(error)
-        else:
+    for name in chosen:
+        numbers, note = (None, None, None), known[name].note
+        if name in calls:
+            actual, again = (jax.device_get(calls[name]()) for _ in range(2))
             if jax.tree.structure(actual) != jax.tree.structure(expected):
                 continue
             pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
@@ -72,7 +70,7 @@ def _in_float64(function: Any, arrays: list[jax.Array]) -> Any:
         return jax.device_get(jax.jit(function)(*wide))
 
 
-def distance(found: np.ndarray, expected: np.ndarray) -> tuple[float, float, float]:
+def distance(found: Numbers, expected: Numbers) -> tuple[float, float, float]:
     """(share of equal elements, ulp of 99 %, largest relative error) of `found`, in its dtype; NaN
     without an element."""
     if not found.size:
@@ -82,14 +80,14 @@ def distance(found: np.ndarray, expected: np.ndarray) -> tuple[float, float, flo
     return float((ulp == 0).mean()), float(np.quantile(ulp, 0.99)), error
 
 
-def ulps(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+def ulps(found: Numbers, expected: Numbers) -> UInt[np.ndarray, "*shape"]:
     """Number of representable numbers between each element and the expected one, rounded to the
     dtype of `found`; unsigned."""
     ours, theirs = _ordered(found), _ordered(expected.astype(found.dtype))
     return np.where(ours > theirs, ours - theirs, theirs - ours).view(np.uint64)
 
 
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+def relative_error(found: Numbers, expected: Numbers) -> float:
     """The largest difference over the largest magnitude; if only zeros are expected, undivided; NaN
     without an element."""
     if not found.size:

@@ -1,5 +1,5 @@
-"""What commands show and keep: tables of aligned columns, for pages the text of every cell, and
-files of JSON."""
+"""The output of commands: tables of aligned columns, for pages the text of every cell, and files of
+JSON."""
 
 import json
 import os

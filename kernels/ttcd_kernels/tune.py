@@ -3,11 +3,11 @@
 
     python -m ttcd_kernels.tune [--op dual_window] [--shapes paper] [--case NAME ...] [--json FILE]
 
-One kernel is varied at a time. A tile has a process of its own, which may crash or hang. It first
-counts what the assembler reports, and ends there if the kernel spills or does not fit. Processes
-compile at the same time and time in turn, while no other compiles (jax-triton keeps nothing that it
-compiles on disk). The JSON is written after every tile, and the same command goes on from it. Needs
-the GPU it tunes for.
+One kernel is varied at a time. A tile has its own process, which may crash or hang. It first reads
+the assembler's report, and ends there if the kernel spills or does not fit. Processes compile at
+the same time and time in turn, while no other compiles (jax-triton keeps nothing that it compiles
+on disk). The JSON is written after every tile, and the same command goes on from it. Needs the GPU
+it tunes for.
 """
 
 import argparse
@@ -19,6 +19,8 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from ttcd_kernels import bench, cases, launch, machine_code, measure
 from ttcd_kernels.bench import OPS
@@ -33,7 +35,7 @@ _COUNTS = ("registers", "spill_bytes", "shared_bytes")
 
 
 class Job(NamedTuple):
-    """What one process runs: a tile of a kernel."""
+    """The task of one process: a tile of a kernel."""
 
     op: str
     shapes: str
@@ -57,14 +59,15 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"nothing to tune: {reason}")
     store = bench.store(parser, options, Job)
     left = store.left(jobs(options))
-    print(f"{len(left)} tiles to try, {len(store.rows)} tried before", flush=True)
+    print(f"{len(left)} tiles to try, {len(store)} tried before", flush=True)
     with tempfile.NamedTemporaryFile() as turn:
         program = (*PROGRAM, "--turn", turn.name)
         for row in cases.in_processes(program, left, _LONGEST, _at_once(options)):
             store.add(row)
             shown = row["note"] if row.get("ms") is None else f"{row['ms']:.4g} ms"
             print(row["case"], row["kernel"], row["tile"], shown, sep="  ", flush=True)
-    print(format_table(ranked(store.rows)), *advice(store.rows), sep="\n", flush=True)
+    rows = [*store.values()]
+    print(format_table(ranked(rows)), *advice({"rows": rows}), sep="\n", flush=True)
 
 
 def _at_once(options: argparse.Namespace) -> int:
@@ -75,32 +78,38 @@ def _at_once(options: argparse.Namespace) -> int:
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
-    """All tiles: the table's of every kernel, then the candidates of the kernels in turn, so that
-    time that runs out leaves some of each."""
+    """All tiles: the table's of every kernel, then the candidates of the kernels in turn: if time
+    runs out, some of each are measured."""
     found = []
-    for name, case in bench.cases(options):
-        op = OPS[name]
-        for tiles in itertools.zip_longest(
-            *(
-                [(kernel, tile) for tile in dict.fromkeys((best, *op.CANDIDATES[kernel]))]
-                for kernel, best in op.tuning(case)._asdict().items()
-            )
-        ):
-            found += [
-                Job(name, options.shapes, case.name, kernel, ",".join(map(str, tile)))
-                for kernel, tile in filter(None, tiles)
+    for op, case in bench.cases(options):
+        by_kernel = [
+            [
+                Job(op, options.shapes, case.name, kernel, ",".join(map(str, tile)))
+                for tile in dict.fromkeys((best, *OPS[op].tuning.CANDIDATES[kernel]))
             ]
+            for kernel, best in table_of(OPS[op], case)._asdict().items()
+        ]
+        found += filter(None, itertools.chain(*itertools.zip_longest(*by_kernel)))
     return found
+
+
+def table_of(op: Any, case: Any) -> Any:
+    """The table's tiles for a case, by kernel."""
+    itemsize = jnp.dtype(case.dtype).itemsize
+    return op.tuning.tuning_for(launch.known_capability(), case.head_dim, itemsize)
 
 
 def measured(job: Job, turn: str) -> Row:
     """The row of a tile; `turn` is a file that processes lock."""
     op = OPS[job.op]
     (case,) = (case for case in op.SHAPES[job.shapes] if case.name == job.case)
-    table, gpu = op.tuning(case), launch.known_capability()
-    best = getattr(table, job.kernel)
+    table, gpu = table_of(op, case), launch.known_capability()
+    operands, best = op.operand_shapes(case), getattr(table, job.kernel)
+    *_, make = measure.directions(op, case).values()
     tile = type(best)(*map(int, job.tile.split(",")))
-    launched = _launch(op, case, job.kernel, table._replace(**{job.kernel: tile}), gpu)
+    whole = make(op.with_tuning(case, table._replace(**{job.kernel: tile})))
+    launches = machine_code.launches(whole, operands, gpu)
+    (launched,) = (x for x in launches if x.kernel.__name__.endswith(job.kernel))
     row: Row = {**job._asdict(), "ms": None, "note": TABLE if tile == best else ""}
     with _turn(turn, fcntl.LOCK_SH, _COMPILING):
         counts = machine_code.compile_launch(launched, gpu)
@@ -117,16 +126,6 @@ def measured(job: Job, turn: str) -> Row:
     return row | {"ms": over(seconds, MILLISECOND)}
 
 
-def _launch(op: Any, case: Any, kernel: str, tuning: Any, capability: int) -> launch.Launch:
-    """The launch of one of the kernels of `op.tuning`."""
-    shapes = op.operand_shapes(case)
-    make = measure.gradient if len(shapes) > op.NUM_INPUTS else measure.forward
-    whole = make(op.with_tuning(case, tuning), op.NUM_INPUTS)
-    launches = machine_code.launches(whole, shapes, capability)
-    (launched,) = (x for x in launches if x.kernel.__name__.endswith(kernel))
-    return launched
-
-
 @contextlib.contextmanager
 def _turn(file: str, kind: int, seconds: int) -> Iterator[None]:
     """Waits for a lock of this `kind` (LOCK_EX: no other process holds one), then ends the process
@@ -138,21 +137,21 @@ def _turn(file: str, kind: int, seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-def _by_kernel(rows: list[Row]) -> Iterator[tuple[Row | None, list[Row]]]:
-    """Of each kernel and case the table's row, if that was timed, and all, the fastest first."""
+def _by_kernel(rows: list[Row]) -> Iterator[tuple[float | None, list[Row]]]:
+    """Of each kernel and case the milliseconds of the table's tile, if that was timed, and all
+    rows, the fastest first."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["op"], row["case"], row["kernel"]), []).append(row)
     for group in groups.values():
         group.sort(key=lambda row: row.get("ms") or float("inf"))
-        yield next((row for row in group if row.get("ms") and row["note"] == TABLE), None), group
+        yield next((row.get("ms") for row in group if row["note"] == TABLE), None), group
 
 
 def ranked(rows: list[Row]) -> list[Row]:
     """Table rows, the fastest tile of each kernel first."""
     found = []
-    for table, group in _by_kernel(rows):
-        base = None if table is None else table["ms"]
+    for base, group in _by_kernel(rows):
         for row in group:
             shown = {name: row[name] for name in ("case", "kernel", "tile")}
             shown |= {"time ms": row.get("ms"), "/ table": over(row.get("ms"), base)}
@@ -160,17 +159,14 @@ def ranked(rows: list[Row]) -> list[Row]:
     return found
 
 
-def advice(rows: list[Row]) -> list[str]:
-    """What to change in the tables of tiles."""
-    lines = []
-    for table, (best, *_) in _by_kernel(rows):
-        if table is not None and best["ms"] < _GAIN * table["ms"]:
-            share = best["ms"] / table["ms"]
-            lines.append(
-                f"{best['op']}/tuning.py: {best['kernel']} = Tile({best['tile']}) takes "
-                f"{share:.2f} of the table's time for {best['case']}"
-            )
-    return lines
+def advice(report: Row) -> list[str]:
+    """What to change in the tables of tiles, by the `rows` of a report."""
+    return [
+        f"{best['op']}/tuning.py: {best['kernel']} = Tile({best['tile']}) takes "
+        f"{best['ms'] / base:.2f} of the table's time for {best['case']}"
+        for base, (best, *_) in _by_kernel(report["rows"])
+        if base is not None and best["ms"] < _GAIN * base
+    ]
 
 
 if __name__ == "__main__":

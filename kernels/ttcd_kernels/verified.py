@@ -25,7 +25,7 @@ def missing(*operands: Any) -> str | None:
     gpu = launch.capability(*operands)
     if gpu is None or gpu in VERIFIED:
         return None
-    if jax.process_count() == 1 and facts(gpu) in passed():
+    if jax.process_count() == 1 and conditions(gpu) in passed():
         return None
     return (
         f"the kernels have not been checked on a GPU of compute capability {gpu}; run {COMMAND} "
@@ -36,14 +36,14 @@ def missing(*operands: Any) -> str | None:
 def record(capability: int) -> Path:
     """Remembers that `check` has passed on this machine; the file."""
     file = _file()
-    found = [*passed(), facts(capability)]
+    found = [*passed(), conditions(capability)]
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(found, file)
     return file
 
 
 def passed() -> list[dict[str, Any]]:
-    """What has passed on this machine; nothing where the file is missing or damaged."""
+    """The checks that have passed on this machine; nothing where the file is missing or damaged."""
     try:
         found = json.loads(_file().read_text())
     except (OSError, ValueError):
@@ -51,8 +51,8 @@ def passed() -> list[dict[str, Any]]:
     return found if isinstance(found, list) else []
 
 
-def facts(capability: int) -> dict[str, Any]:
-    """What a check holds for: the GPU, the compilers, the source of this package."""
+def conditions(capability: int) -> dict[str, Any]:
+    """The conditions that a check holds for: the GPU, the compilers, the source of this package."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "triton")}
     return {"capability": capability, **versions, "source": source()}
 

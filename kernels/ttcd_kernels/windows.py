@@ -1,24 +1,33 @@
 """The two sliding windows of an attention call over the same keys."""
 
 import math
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
 
-# (teacher out, student out, teacher lse, student lse)
-type Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+# The operands of dual-window attention.
+Queries = Float[Array, "B T N H"]
+Keys = Float[Array, "B S K H"]
+Ids = Int[Array, "B S"]
+# Those of decode attention, besides q [B, N, H].
+Cache = Float[Array, "B W K H"]
+Position = Int[Array, " B"]
+# (teacher out, student out, teacher lse, student lse); in decode attention without the axis T
+Outs = Float[Array, "B *T N H"]
+Lses = Float[Array, "B *T N"]
+type Results = tuple[Outs, Outs, Lses, Lses]
 
 
 class Windows(NamedTuple):
-    """Static facts of a call: windows count the query itself; scores are multiplied by `scale`."""
+    """Windows count the query itself; scores are multiplied by `scale`. Static in a call."""
 
     teacher: int
     student: int
     scale: float
 
-    def within(self, num_keys: int) -> Self:
+    def within(self, num_keys: int) -> "Windows":
         """The windows, no longer than the keys."""
         return self._replace(
             teacher=min(self.teacher, num_keys), student=min(self.student, num_keys)
@@ -29,8 +38,8 @@ def checked(
     teacher: int | None, student: int | None, scale: float | None, num_keys: int, head_dim: int
 ) -> Windows:
     """The windows of a call over `num_keys`, None: all; `scale` defaults to head_dim**-0.5. Raises
-    `ValueError` for a window that is no integer of at least 1, for a student's that is wider than
-    the teacher's, and for a scale that is not finite."""
+    `ValueError` for a window that is not an integer of at least 1, for a student's wider than the
+    teacher's, and for a scale that is not finite."""
     for name, window in (("teacher_window", teacher), ("student_window", student)):
         if window is not None and (not isinstance(window, int | np.integer) or window < 1):
             raise ValueError(
@@ -47,7 +56,7 @@ def checked(
     return Windows(teacher, student, float(head_dim**-0.5) if scale is None else scale)
 
 
-def check_operands(axes: str, **arrays: jax.Array) -> None:
+def check_operands(axes: str, **arrays: Shaped[Array, "..."]) -> None:
     """Raises `ValueError` for queries of these axes, keys and values (by name, in this order) that
     do not fit each other."""
     (_, q), (k_name, k), (v_name, v) = arrays.items()

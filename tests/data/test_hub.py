@@ -2,9 +2,9 @@
 
 import json
 import os
-import struct
 
 import commands
+import corpora
 import fake_hub
 import pytest
 from fake_hub import SHA
@@ -60,22 +60,12 @@ def test_files_of_a_data_set_are_downloaded_once(hub, tmp_path):
     assert len({manifest["sha256"] for manifest in manifests}) == 1
 
 
-def _shard():
-    """An MDS shard of one sample, 16 ids, and its index."""
-    ids = struct.pack("<BB16I", 1 << 2, 16, *range(16))
-    sample = struct.pack("<I", len(ids)) + ids
-    shard = struct.pack("<III", 1, 12, 12 + len(sample)) + sample
-    entry = {"format": "mds", "version": 2, "samples": 1, "column_names": ["input_ids"]}
-    entry |= {"column_encodings": ["ndarray:uint32"], "column_sizes": [None], "compression": None}
-    entry |= {"raw_data": {"basename": "0.mds", "bytes": len(shard)}, "zip_data": None}
-    return shard, json.dumps({"version": 2, "shards": [entry]}).encode()
-
-
 def test_a_named_data_set_is_read_as_it_was_published(tmp_path):
-    shard, index = _shard()
+    columns = {"input_ids": ("ndarray:uint32", None, [corpora.mds_array(range(16))])}
+    index = corpora.mds(tmp_path, columns, num_shards=1)
+    parts = {x.name: x.read_bytes() for x in (index, index.with_name("shard.00000.mds"))}
     folders = ("book-65536/proc00-64", "book-65536/proc63-64", "arxiv/proc00-64")
-    files = {f"{folder}/0.mds": shard for folder in folders}
-    files |= {f"{folder}/index.json": index for folder in folders}
+    files = {f"{folder}/{name}": x for folder in folders for name, x in parts.items()}
     files["book-65536/index.json"] = b"of all parts"
     hub = fake_hub.Hub("princeton-nlp/prolong-data-64K", files)
     out = _prepare(commands.output, hub, tmp_path, "prolong_64k_books", "--validation_percent=0")

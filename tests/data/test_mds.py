@@ -1,31 +1,26 @@
-"""The format is written here by hand, from its description."""
+"""MDS folders (corpora.py)."""
 
-import json
+import functools
 import struct
 
+import corpora
 import numpy as np
 import pytest
+import zstandard
+from corpora import mds_array
 
 from ttcd_jax.data.corpus import CorpusConfig, input_bytes
 from ttcd_jax.data.documents import LeftOut, read_documents
 from ttcd_jax.data.mds import read_column
 from ttcd_jax.data.mixture import RecordsConfig
-from ttcd_jax.data.preparation import prepare_records
-from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import DataError
 
 TEXTS = ["one", "", "größe 日本", "x" * 300]
 IDS = [[1, 2, 3], [70000], list(range(300)), [5] * 70000]
 
 
-def _array(ids, dtype):
-    width = 0 if len(ids) < 2**8 else 1 if len(ids) < 2**16 else 2
-    head = struct.pack("<B" + "BHI"[width], 1 << 2 | width, len(ids))
-    return head + np.array(ids, dtype).tobytes()
-
-
 COLUMNS = {
-    "ids": ("ndarray:uint32", None, [_array(ids, "<u4") for ids in IDS]),
+    "ids": ("ndarray:uint32", None, [mds_array(ids) for ids in IDS]),
     "number": ("int", 8, [struct.pack("<q", i) for i in range(4)]),
     "pair": ("ndarray:int64:2", 16, [struct.pack("<qq", i, -i) for i in range(4)]),
     "raw": ("bytes", None, [b"\xff" * i for i in range(4)]),
@@ -33,79 +28,44 @@ COLUMNS = {
 }
 
 
-def _shard(columns):
-    samples = []
-    for i in range(4):
-        values = [values[i] for _, _, values in columns.values()]
-        sizes = [len(values[k]) for k, (_, size, _) in enumerate(columns.values()) if not size]
-        samples.append(struct.pack(f"<{len(sizes)}I", *sizes) + b"".join(values))
-    config = b'{"some": "json"}'
-    start = 4 + 4 * (len(samples) + 1) + len(config)
-    offsets = np.cumsum([start, *map(len, samples)]).astype("<u4").tobytes()
-    return struct.pack("<I", len(samples)) + offsets + config + b"".join(samples)
-
-
 @pytest.fixture
 def write(tmp_path):
     """Writes two shards and their index; options replace parts of an index entry."""
-
-    def write(columns=COLUMNS, pack=None, **changes):
-        data = _shard(columns)
-        entries = []
-        for number in range(2):
-            name = f"shard.0000{number}.mds"
-            entry = {
-                "format": "mds",
-                "version": 2,
-                "samples": 4,
-                "column_names": list(columns),
-                "column_encodings": [encoding for encoding, _, _ in columns.values()],
-                "column_sizes": [size for _, size, _ in columns.values()],
-                "compression": None,
-                "raw_data": {"basename": name, "bytes": len(data), "hashes": {}},
-                "zip_data": None,
-            }
-            if pack is None:
-                (tmp_path / name).write_bytes(data)
-            else:
-                (tmp_path / f"{name}.zstd").write_bytes(pack(data))
-                entry |= {"compression": "zstd:7", "zip_data": {"basename": f"{name}.zstd"}}
-            entries.append(entry | changes)
-        (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
-        return tmp_path / "index.json"
-
-    return write
+    return functools.partial(corpora.mds, tmp_path)
 
 
 def test_bytes_and_arrays_of_one_length(write):
-    assert list(read_column(write(), "raw")) == [b"", b"\xff", b"\xff\xff", b"\xff\xff\xff"] * 2
-    pairs = [ids.tolist() for ids in read_column(write(), "pair")]
+    assert list(read_column(write(COLUMNS), "raw")) == [b"\xff" * i for i in range(4)] * 2
+    pairs = [ids.tolist() for ids in read_column(write(COLUMNS), "pair")]
     assert pairs == [[0, 0], [1, -1], [2, -2], [3, -3]] * 2
 
 
 def test_the_size_of_a_folder_counts_each_file_once(write):
-    index = write()
+    index = write(COLUMNS)
     corpus = CorpusConfig(kind="text", path=str(index.parent), glob="**/index.json")
     assert input_bytes(corpus) == sum(path.stat().st_size for path in index.parent.iterdir())
 
 
 def test_documents_of_text_and_of_token_ids(write):
-    documents = list(read_documents(write(), "books/index.json", "text", LeftOut()))
+    documents = list(read_documents(write(COLUMNS), "books/index.json", "text", LeftOut()))
     assert [d.name for d in documents] == [f"books/index.json:{i}" for i in range(8)]
     assert [d.text.decode() for d in documents] == TEXTS * 2
-    tokenized = list(read_documents(write(), "books/index.json", "ids", LeftOut()))
+    tokenized = list(read_documents(write(COLUMNS), "books/index.json", "ids", LeftOut()))
     assert [d.tokens.tolist() for d in tokenized] == IDS * 2
     assert {d.text for d in tokenized} == {b""}
 
 
-def test_compressed_shards(write):
-    zstandard = pytest.importorskip("zstandard")
-    index = write(pack=zstandard.compress)
-    assert len(list(read_column(index, "text"))) == 8
-    with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd holds 3 bytes, its index says"):
-        list(read_column(write(pack=lambda data: zstandard.compress(b"xyz")), "text"))
-    with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd is no intact zstd file"):
-        list(read_column(write(pack=lambda data: zstandard.compress(data)[:-1]), "text"))
+@pytest.mark.parametrize(
+    ("pack", "message"),
+    [
+        (lambda data: zstandard.compress(b"xyz"), "zstd holds 3 bytes, its index says"),
+        (lambda data: zstandard.compress(data)[:-1], "zstd is no intact zstd file"),
+    ],
+)
+def test_compressed_shards(write, pack, message):
+    assert len(list(read_column(write(COLUMNS, zstandard.compress), "text"))) == 8
+    with pytest.raises(DataError, match=rf"shard\.00000\.mds\.{message}"):
+        list(read_column(write(COLUMNS, pack), "text"))
 
 
 @pytest.mark.parametrize(
@@ -130,45 +90,17 @@ def test_compressed_shards(write):
         ("text", {"samples": "x"}, "no index of MDS shards"),
         ("text", {"raw_data": {"basename": "shard.00000.mds", "bytes": 2**40}}, "shard may have"),
         ("text", {"raw_data": {"basename": "shard.00000.mds", "bytes": -1}}, "shard may have"),
+        ("text", {"pack": bytes, "compression": "br"}, "has compression 'br'; only zstd is read"),
+        (
+            "ids",
+            {"columns": {"ids": ("ndarray:uint32", None, [b"\x08\x01\x01" + bytes(4)] * 4)}},
+            "sample 0 holds no one-dimensional array of uint32",
+        ),
     ],
 )
 def test_what_an_index_may_not_say(write, column, changes, message):
     with pytest.raises(DataError, match=message):
-        list(read_column(write(**changes), column))
-
-
-def _refusal(index, column):
-    try:
-        list(read_column(index, column))
-    except DataError as error:
-        return str(error)
-    return None
-
-
-def test_other_compressions_and_arrays_of_several_axes_are_refused(write):
-    index = write(pack=lambda data: data, compression="br")
-    assert "has compression 'br'; only zstd is read" in _refusal(index, "text")
-    columns = COLUMNS | {"ids": ("ndarray:uint32", None, [b"\x08\x01\x01" + bytes(4)] * 4)}
-    message = _refusal(write(columns), "ids")
-    assert "sample 0 holds no one-dimensional array of uint32" in message
-
-
-@pytest.mark.parametrize(("column", "num_refused"), [("ids", 38), ("text", 36)])
-def test_damage_is_refused_or_reads_as_other_values(write, column, num_refused):
-    """Every byte of the header, and of the sizes and the first array of the first sample."""
-    index = write()
-    path = index.parent / "shard.00000.mds"
-    intact = path.read_bytes()
-    first = struct.unpack_from("<I", intact, 4)[0]
-    messages = []
-    for place in [*range(24), *range(first, first + 14)]:
-        path.write_bytes(intact[:place] + bytes([intact[place] ^ 0xFF]) + intact[place + 1 :])
-        messages.append(_refusal(index, column))
-    refused = [message for message in messages if message is not None]
-    assert len(refused) == num_refused
-    assert all(str(path) in message for message in refused)
-    path.write_bytes(intact[:-1])
-    assert f"{len(intact) - 1} bytes, its index says {len(intact)}" in _refusal(index, column)
+        list(read_column(write(**{"columns": COLUMNS} | changes), column))
 
 
 SAMPLE = 65_536
@@ -178,13 +110,10 @@ SAMPLE = 65_536
 def samples(write, tmp_path):
     """A folder of packed samples, made twice from the same ones: (as documents, as rows)."""
     ids = np.random.default_rng(0).integers(0, 256, (4, SAMPLE))
-    write({"input_ids": ("ndarray:uint32", None, [_array(x.tolist(), "<u4") for x in ids])})
-    corpus = {"path": str(tmp_path), "glob": "index.json", "field": "input_ids"}
-    corpus = CorpusConfig(kind="text", **corpus, validation_percent=0)
+    columns = {"input_ids": ("ndarray:uint32", None, [mds_array(x) for x in ids])}
+    corpus = corpora.text_file(write(columns), field="input_ids")
     for is_row in (False, True):
-        folder = tmp_path / f"records_{is_row}"
-        folder.mkdir()
-        prepare_records(corpus, TokenizerConfig(), folder, samples_are_rows=is_row)
+        corpora.records(corpus, tmp_path / f"records_{is_row}", samples_are_rows=is_row)
     return ids, str(tmp_path / "records_False"), str(tmp_path / "records_True")
 
 

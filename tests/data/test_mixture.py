@@ -3,14 +3,13 @@
 import hashlib
 from collections.abc import Sequence
 
+import corpora
 import numpy as np
 import pytest
 from checks import assert_same
 
-from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.mixture import MixedRows, RecordsConfig, corpus_rows
 from ttcd_jax.data.pipeline import Batches
-from ttcd_jax.data.preparation import prepare_records
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.sources import MixtureConfig, TextConfig, text_data
 from ttcd_jax.data.tokenizer import TokenizerConfig
@@ -80,22 +79,16 @@ def test_every_part_goes_on_where_the_stage_before_left_it():
         assert MixedRows(rows._parts, STAGES)[index] == drawn[index]
 
 
-def _text(folder, documents, validation_percent=30):
-    folder.mkdir(parents=True)
-    for number, text in enumerate(documents):
-        (folder / f"{number:02}.txt").write_text(text)
-    return CorpusConfig(kind="text", path=str(folder), validation_percent=validation_percent)
-
-
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     """Records of the letters a and b, and text of the letter c."""
     place = tmp_path_factory.mktemp("mixture")
     for letter in "ab":
-        corpus = _text(place / f"{letter}.text", [letter * (9 + i) for i in range(20)])
-        (place / letter).mkdir()
-        prepare_records(corpus, TokenizerConfig(), place / letter)
-    corpus = _text(place / "c.text", ["c" * (3 + 2 * i) for i in range(30)])
+        texts = [letter * (9 + i) for i in range(20)]
+        corpus = corpora.text_folder(place / f"{letter}.text", texts, validation_percent=30)
+        corpora.records(corpus, place / letter)
+    texts = ["c" * (3 + 2 * i) for i in range(30)]
+    corpus = corpora.text_folder(place / "c.text", texts, validation_percent=30)
     return MixtureConfig(
         parts=(
             RecordsConfig(paths=str(place), folders=("a", "b"), weights=(3, 1), seq_len=SEQ_LEN),

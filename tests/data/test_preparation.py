@@ -7,6 +7,7 @@ import tracemalloc
 from pathlib import Path
 
 import commands
+import corpora
 import numpy as np
 import pytest
 
@@ -15,12 +16,11 @@ from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.documents import Document
 from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.preparation import prepare_records
-from ttcd_jax.data.records import read_manifest, verify_records
+from ttcd_jax.data.records import verify_records
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import whole_folder
 
-NUM_DOCUMENTS = 60
 # Killed before the n-th write, flush or new name of a file; a write is cut in the middle.
 PROGRAM = """
 import os, signal, sys
@@ -34,8 +34,8 @@ from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.files import whole_folder
 
 def main(source, output, killed_at, num_processes):
-    events, encode, append = [], preparation.encode_documents, preparation._append
-    tokenized = []
+    events, tokenized, Writer = [], [], preparation._Writer
+    encode, append = preparation.encode_documents, Writer._append
 
     def event(call, half=lambda *arguments: None):
         def wrapped(*arguments):
@@ -51,10 +51,10 @@ def main(source, output, killed_at, num_processes):
         return encode(documents, tokenizer)
 
     os.fsync, Path.replace = event(os.fsync), event(Path.replace)
-    half = lambda path, values: append(path, values[: len(values) // 2])
-    preparation._append = event(append, half)
+    half = lambda self, name, values: append(self, name, values[: len(values) // 2])
+    Writer._append = event(append, half)
     preparation.encode_documents = encode_counted
-    preparation._BATCH_BYTES = 100
+    preparation._BATCH_BYTES, preparation._SAVE_SECONDS = 100, 0
     corpus = CorpusConfig(kind="text", path=source, validation_percent=30)
     with whole_folder(Path(output), preparation.stored_tokens) as folder:
         preparation.prepare_records(
@@ -74,124 +74,122 @@ def program(tmp_path_factory):
     return path
 
 
-def _write(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+TEXTS = [chr(97 + i % 26) * (i % 37 + 1) for i in range(60)]
 
 
-TEXTS = [chr(97 + i % 26) * (i % 37 + 1) for i in range(NUM_DOCUMENTS)]
+def _write(path, texts=TEXTS):
+    path.write_bytes(corpora.json_lines(texts))
+    return path
 
 
 @pytest.fixture
 def source(tmp_path):
-    _write(tmp_path / "corpus.jsonl", TEXTS)
-    return tmp_path / "corpus.jsonl"
+    return _write(tmp_path / "corpus.jsonl")
 
 
 def _files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def _prepare(source, folder):
-    corpus = CorpusConfig(kind="text", path=str(source), validation_percent=30)
-    folder.mkdir()
+def _prepare(source, folder, validation_percent=30):
+    corpus = CorpusConfig(kind="text", path=str(source), validation_percent=validation_percent)
+    folder.mkdir(exist_ok=True)
     prepare_records(corpus, TokenizerConfig(), folder, shard_tokens=200)
     return _files(folder)
 
 
-def _unfinished(output):
-    return output.with_name(f".{output.name}.unfinished")
-
-
-def _stored_documents(output):
-    try:
-        manifest = json.loads((_unfinished(output) / "manifest.json").read_text())
-    except FileNotFoundError:
-        return 0
-    return sum(facts["num_documents"] for facts in manifest["splits"].values())
+def _stored(output):
+    """The unfinished folder, and how many documents its manifest lists."""
+    folder = output.with_name(f".{output.name}.unfinished")
+    if not (folder / "manifest.json").exists():
+        return folder, 0
+    splits = json.loads((folder / "manifest.json").read_text())["splits"].values()
+    return folder, sum(facts["num_documents"] for facts in splits)
 
 
 def _killed(program, source, output, killed_at):
+    """What `_stored` finds of a call that was killed."""
     result = commands.run(program, source, output, str(killed_at), "1")
     assert result.returncode == -signal.SIGKILL, result.stderr
     assert not output.exists()
+    return _stored(output)
 
 
-@pytest.mark.parametrize(("killed_at", "processes"), [*((n, 1) for n in range(2, 65, 5)), (40, 2)])
+@pytest.mark.parametrize(
+    ("killed_at", "processes"), [*((n, 1) for n in (*range(2, 13, 2), *range(19, 100, 9))), (70, 2)]
+)
 def test_a_killed_call_is_continued(program, source, tmp_path, killed_at, processes):
     output = tmp_path / "records"
-    _killed(program, source, output, killed_at)
-    stored = _stored_documents(output)
-    result = commands.run(program, source, output, "0", str(processes))
-    assert result.returncode == 0, result.stderr
-    assert not result.stderr
-    if processes == 1:
-        assert int(result.stdout.split()[0]) == NUM_DOCUMENTS - stored
+    folder, stored = _killed(program, source, output, killed_at)
     assert (stored > 0) == (killed_at > 10), stored
+    result = commands.run(program, source, output, "0", str(processes))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert int(result.stdout.split()[0]) == (len(TEXTS) - stored if processes == 1 else 0)
     assert _files(output) == _prepare(source, tmp_path / "undisturbed")
     verify_records(output)
-    assert not _unfinished(output).exists()
+    assert not folder.exists()
 
 
 def test_calls_that_are_killed_one_after_another_come_to_an_end(program, source, tmp_path):
     output, num_killed = tmp_path / "records", 0
     while not output.exists():
-        result = commands.run(program, source, output, "25", "1")
+        result = commands.run(program, source, output, "40", "1")
         num_killed += result.returncode == -signal.SIGKILL
         assert num_killed < 20
     assert num_killed > 2
     assert _files(output) == _prepare(source, tmp_path / "undisturbed")
 
 
+def _flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize(
-    ("texts", "num_tokenized"),
-    [(["x", *TEXTS[1:]], None), (TEXTS[:5], None), ([*TEXTS, *"abc"], NUM_DOCUMENTS + 3)],
+    ("change", "words"),
+    [
+        (lambda source, _: _write(source, ["x", *TEXTS[1:]]), r"the first \d+ documents"),
+        (lambda source, _: _write(source, TEXTS[:5]), r"the first \d+ documents"),
+        (lambda source, _: _write(source, [*TEXTS, *"abc"]), None),
+        (
+            lambda _, folder: _flip(folder / "train.00000.tokens.bin", 6),
+            r"train\.00000\.tokens\.bin: its content changed",
+        ),
+        (
+            lambda _, folder: (folder / "train.starts.bin").unlink(),
+            r"train\.starts\.bin: missing",
+        ),
+        (lambda _, folder: (folder / "manifest.json").write_text("{"), None),
+    ],
 )
-def test_only_text_that_did_not_change_is_continued(
-    program, source, tmp_path, texts, num_tokenized
-):
+def test_only_what_did_not_change_is_continued(program, source, tmp_path, change, words):
     output = tmp_path / "records"
-    _killed(program, source, output, 40)
-    stored = _stored_documents(output)
-    _write(source, texts)
+    folder, stored = _killed(program, source, output, 60)
+    change(source, folder)
+    is_kept = (folder / "manifest.json").stat().st_size > 2
     result = commands.run(program, source, output, "0", "1")
-    if num_tokenized is None:
-        change = "documents of (train|validation)"
-        assert re.search(rf"cannot be continued, .*{change}\): restore it, or begin", result.stderr)
-        assert _stored_documents(output) >= stored
-    else:
-        assert int(result.stdout.split()[0]) == num_tokenized - stored
+    if words is None:
+        num_documents = len(source.read_text().splitlines())
+        assert int(result.stdout.split()[0]) == num_documents - stored * is_kept
         assert _files(output) == _prepare(source, tmp_path / "undisturbed")
-
-
-def test_damage_is_not_continued(program, source, tmp_path):
-    output = tmp_path / "records"
-    _killed(program, source, output, 40)
-    shard = _unfinished(output) / "train.00000.tokens.bin"
-    ids = np.fromfile(shard, "<u2")
-    ids[3] ^= 1
-    ids.tofile(shard)
-    result = commands.run(program, source, output, "0", "1")
-    assert "train.00000.tokens.bin: its content changed" in result.stderr
+    else:
+        assert re.search(rf"cannot be continued, .*\({words}\): restore it, or", result.stderr)
+        assert _stored(output) == (folder, stored)
 
 
 def test_other_arguments_are_refused(program, source, tmp_path):
-    output = tmp_path / "records"
-    _killed(program, source, output, 40)
-    corpus = CorpusConfig(kind="text", path=str(source), validation_percent=20)
-    folder = _unfinished(output)
+    folder, _ = _killed(program, source, tmp_path / "records", 60)
     before = _files(folder)
     with pytest.raises(DataError, match=r"corpus.validation_percent: 30 -> 20\): restore it"):
-        prepare_records(corpus, TokenizerConfig(), folder, shard_tokens=200)
+        _prepare(source, folder, validation_percent=20)
     assert _files(folder) == before
 
 
 def test_a_complete_folder_that_was_not_renamed_is_continued(source, tmp_path):
-    folder = tmp_path / "records"
-    files = _prepare(source, folder)
-    corpus = CorpusConfig(kind="text", path=str(source), validation_percent=30)
-    prepare_records(corpus, TokenizerConfig(), folder, shard_tokens=200)
-    assert _files(folder) == files
-    assert read_manifest(folder)["splits"]["train"]["num_documents"] > 0
+    files = _prepare(source, tmp_path / "records")
+    assert len(files) > 4
+    assert _prepare(source, tmp_path / "records") == files
 
 
 def test_one_process_at_a_time_fills_a_folder(tmp_path):
@@ -207,7 +205,7 @@ def test_one_process_at_a_time_fills_a_folder(tmp_path):
 
 def test_a_full_disk_is_the_reason():
     with pytest.raises(OSError, match="No space left on device"):
-        preparation._append(Path("/dev/full"), np.zeros(10**6, np.uint16))
+        preparation._Writer(Path("/dev"), 9)._append("full", np.zeros(10**6, np.uint16))
 
 
 def test_a_long_document_takes_its_text_and_its_tokens(monkeypatch):

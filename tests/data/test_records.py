@@ -1,17 +1,17 @@
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 
+import corpora
 import numpy as np
 import pytest
 from checks import assert_same
 
-from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.pipeline import Batches
-from ttcd_jax.data.preparation import prepare_records
 from ttcd_jax.data.records import (
     open_records,
     read_manifest,
@@ -30,30 +30,29 @@ SHARD_TOKENS = 400
 HUGE = "größe 日本 🧮\n" * 100  # longer than a shard, and than a row
 
 
-def _write(folder, texts):
-    folder.mkdir()
-    for name, text in texts.items():
-        (folder / f"{name}.txt").write_text(text)
-    return CorpusConfig(kind="text", path=str(folder), validation_percent=20)
-
-
-def _prepared(corpus, folder, **options):
-    folder.mkdir()
-    return prepare_records(corpus, BYTES, folder, shard_tokens=SHARD_TOKENS, **options)
+def _prepared(texts, folder):
+    """All of the texts, to train on."""
+    corpus = corpora.text_folder(folder.with_suffix(".text"), texts, validation_percent=0)
+    return corpora.records(corpus, folder, shard_tokens=SHARD_TOKENS)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     texts = {f"{i:03}": chr(97 + i % 26) * (1 + 7 * i % 90) for i in range(100)}
     texts |= {"050": HUGE, "060": "", "061": "\x00"}
-    return _write(tmp_path_factory.mktemp("corpus") / "text", texts)
+    folder = tmp_path_factory.mktemp("corpus") / "text"
+    return corpora.text_folder(folder, texts, validation_percent=20)
 
 
 @pytest.fixture(scope="module")
 def folder(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared") / "records"
-    _prepared(corpus, folder)
+    corpora.records(corpus, folder, shard_tokens=SHARD_TOKENS)
     return folder
+
+
+def _config(*folders, **options):
+    return RecordsConfig(paths=tuple(map(str, folders)), seq_len=SEQ_LEN, **options)
 
 
 def _batches(config):
@@ -67,7 +66,7 @@ def _assert_equal(a, b):
 
 def test_batches_are_those_of_the_text(corpus, folder):
     text = TextConfig(corpus=corpus, tokenizer=BYTES, seq_len=SEQ_LEN)
-    records = RecordsConfig(paths=(str(folder),), seq_len=SEQ_LEN)
+    records = _config(folder)
     assert records.vocab_size == text.vocab_size
     ours, theirs = _batches(records), _batches(text)
     num_rows = text.rows(3)[1]["num_rows"]
@@ -78,7 +77,7 @@ def test_batches_are_those_of_the_text(corpus, folder):
 
 def test_held_out_documents_are_those_of_the_text(corpus, folder):
     text = TextConfig(corpus=corpus, tokenizer=BYTES, seq_len=SEQ_LEN)
-    records = RecordsConfig(paths=(str(folder), str(folder)), seq_len=SEQ_LEN)
+    records = _config(folder, folder)
     (expected,) = text.open("validation")
     for actual in records.open("validation"):
         ours, theirs = (DocumentRows(r, seq_len=SEQ_LEN) for r in (actual, expected))
@@ -107,13 +106,14 @@ def test_documents_lie_whole_in_shards(folder):
 def test_a_batch_of_documents_ends_no_shard(corpus, folder, tmp_path, monkeypatch, num_bytes):
     """The files do not depend on the batches in which documents reach the tokenizer."""
     monkeypatch.setattr("ttcd_jax.data.preparation._BATCH_BYTES", num_bytes)
-    assert _prepared(corpus, tmp_path / "records")["files"] == read_manifest(folder)["files"]
+    manifest = corpora.records(corpus, tmp_path / "records", shard_tokens=SHARD_TOKENS)
+    assert manifest == read_manifest(folder)
 
 
 def test_large_vocabularies_take_four_bytes(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "vocab_size", 2**16 + 1)
     monkeypatch.setattr(ByteTokenizer, "eos_id", 2**16)
-    manifest = _prepared(corpus, tmp_path / "records")
+    manifest = corpora.records(corpus, tmp_path / "records")
     records = open_records(tmp_path / "records", "train")
     assert manifest["dtype"] == "uint32"
     assert records.read(0, 0, int(records.sizes[0]))[-1] == 2**16
@@ -134,10 +134,8 @@ def test_the_manifest_tells_text_and_tokenizer(corpus, folder):
 @pytest.fixture
 def two_folders(tmp_path):
     """A folder that holds records a, of one document, and b, of four."""
-    (tmp_path / "both").mkdir()
     for name, count, length in (("a", 1, 3000), ("b", 4, 98)):
-        corpus = _write(tmp_path / f"{name}.text", {f"{i}": name * length for i in range(count)})
-        _prepared(corpus.replace(validation_percent=0), tmp_path / "both" / name)
+        _prepared([name * length] * count, tmp_path / "both" / name)
     return RecordsConfig(paths=str(tmp_path / "both"), folders=("a", "b"), seq_len=SEQ_LEN)
 
 
@@ -170,9 +168,8 @@ def test_a_folder_of_records_is_read_alone(two_folders):
 
 
 def test_a_folder_is_passed_over_before_a_row_of_it_comes_again(tmp_path, folder):
-    corpus = _write(tmp_path / "text", {"a": "".join(map(str, range(300)))})
-    _prepared(corpus.replace(validation_percent=0), tmp_path / "records")
-    config = RecordsConfig(paths=(str(folder), str(tmp_path / "records")), seq_len=SEQ_LEN)
+    _prepared(["".join(map(str, range(300)))], tmp_path / "records")
+    config = _config(folder, tmp_path / "records")
     num_rows = 791 // SEQ_LEN
 
     def drawn(seed, start):
@@ -193,48 +190,43 @@ def copy(folder, tmp_path):
     return tmp_path / "copy"
 
 
-def test_the_data_of_a_run_are_pinned_by_the_digest(copy, corpus, tmp_path):
-    config = RecordsConfig(paths=(str(copy),), seq_len=SEQ_LEN)
+def test_the_data_of_a_run_are_pinned_by_the_digest(copy, corpus):
+    config = _config(copy)
     before = config.rows(0)[1]
     shutil.rmtree(copy)
-    _prepared(corpus, copy)
+    corpora.records(corpus, copy, shard_tokens=SHARD_TOKENS)
     assert config.rows(0)[1] == before
     shutil.rmtree(copy)
-    changed = _write(tmp_path / "changed", {"a": "something else " * 9})
-    _prepared(changed.replace(validation_percent=0), copy)
+    _prepared(["something else " * 9], copy)
     assert config.rows(0)[1] != before
 
 
 TOKENS = "train.00000.tokens.bin"
 
 
-@pytest.mark.parametrize("name", [TOKENS, "train.starts.bin"])
-@pytest.mark.parametrize("cut", [-1, -8])
-def test_a_file_of_another_size_is_named(copy, name, cut):
-    data = (copy / name).read_bytes()
-    (copy / name).write_bytes(data[:cut])
-    message = rf"copy/{name}: {len(data) + cut} bytes instead of {len(data)}; copy it again"
-    with pytest.raises(DataError, match=message):
-        open_records(copy, "train")
-    (copy / name).unlink()
-    with pytest.raises(DataError, match=f"copy/{name}: missing"):
-        open_records(copy, "train")
-    open_records(copy, "validation")
+def _flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size - 8), r"\d+ bytes instead of \d+"),
+        (lambda path: path.unlink(), "missing"),
+        (lambda path: _flip(path, 16), "its content changed"),  # one start, or one token
+    ],
+)
 @pytest.mark.parametrize("name", [TOKENS, "train.00003.tokens.bin", "train.starts.bin"])
-def test_changed_content_is_refused_before_training(copy, name):
-    data = bytearray((copy / name).read_bytes())
-    position = 8 if name == "train.starts.bin" else 20  # moves one start, or changes one token
-    data[position] ^= 1
-    (copy / name).write_bytes(data)
-    times = (copy / name).stat()
-    os.utime(copy / name, ns=(times.st_atime_ns, 0))
-    for _ in range(2):
-        with pytest.raises(DataError, match=f"copy/{name}: its content changed"):
-            RecordsConfig(paths=(str(copy),), seq_len=SEQ_LEN).rows(0)
-    with pytest.raises(DataError, match=f"copy/{name}: its content changed"):
-        verify_records(copy)
+def test_a_changed_file_is_named_before_training(copy, name, change, message):
+    change(copy / name)
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(copy / name, ns=(0, 0))
+    for read in (lambda: _config(copy).rows(0), lambda: verify_records(copy)):
+        for _ in range(2):
+            with pytest.raises(DataError, match=rf"copy/{name}: {message}; copy it again"):
+                read()
     open_records(copy, "validation").read(0, 0, 1)
 
 
@@ -258,7 +250,7 @@ def test_a_token_outside_the_vocabulary_is_an_error_where_it_is_read(copy):
     ids.tofile(copy / TOKENS)
     files = read_manifest(copy)["files"]
     files[TOKENS]["sha256"] = sha256(copy / TOKENS)
-    (copy / "manifest.json").write_text(_resealed(copy, files=files))
+    _reseal(copy, files=files)
     records = open_records(copy, "train")
     assert records.read(1, 0, 1) == ByteTokenizer.bos_id
     message = r"copy \(train\), document 1: token 258 is outside the vocabulary of 258"
@@ -282,57 +274,61 @@ def test_starts_that_do_not_fit_are_refused(copy, change):
         open_records(copy, "train", verifies=False)
 
 
-def _resealed(folder, **changes):
-    """The text of a manifest that was written with `changes`."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest |= changes
+def _reseal(folder, **changes):
+    """Writes the manifest with `changes`, as if it were hostile: its own digest fits."""
+    manifest = json.loads((folder / "manifest.json").read_text()) | changes
     del manifest["sha256"]
-    return json.dumps(sealed(manifest))
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
-def test_a_damaged_manifest_is_refused(copy):
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"vocab_size": 258', '"vocab_size": 999', r"manifest\.json was changed"),
+        ("}\n", "", r"manifest\.json is not JSON"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(copy, old, new, message):
     path = copy / "manifest.json"
-    intact, foreign = path.read_text(), _resealed(copy, format="of tomorrow")
-    changed = intact.replace('"vocab_size": 258', '"vocab_size": 999')
-    for text, message in [
-        (changed, r"manifest\.json was changed"),
-        (intact[:-9], r"manifest\.json is not JSON"),
-        (foreign, "describes no 'ttcd_jax token records 1'"),
-    ]:
-        path.write_text(text)
-        with pytest.raises(DataError, match=message):
-            read_manifest(copy)
+    path.write_text(new.join(path.read_text().rsplit(old, 1)))
+    with pytest.raises(DataError, match=message):
+        read_manifest(copy)
     path.unlink()
     with pytest.raises(DataError, match="holds no token records"):
         read_manifest(copy)
 
 
+def test_a_manifest_of_another_format_is_refused(copy):
+    _assert_hostile(copy, "describes no 'ttcd_jax token records 1'", format="of tomorrow")
+
+
 @pytest.mark.parametrize(
-    "name", ["../secret.bin", "/etc/passwd", "", "..", "sub/x.bin", "a\x1b.bin", "absent"]
+    "name", ["../x.bin", "/etc/passwd", "", "..", "sub/x.bin", "a\x1b.bin", "absent"]
 )
 def test_a_manifest_that_leaves_its_folder_is_refused(copy, name):
-    """As it would be if it were hostile: its own digest fits."""
-    (copy.parent / "secret.bin").write_bytes((copy / TOKENS).read_bytes())
+    (copy.parent / "x.bin").write_bytes((copy / TOKENS).read_bytes())
     manifest = read_manifest(copy)
     manifest["splits"]["train"]["shards"][0] = name
     if name != "absent":
         manifest["files"][name] = manifest["files"][TOKENS]
-    (copy / "manifest.json").write_text(_resealed(copy, **manifest))
-    for read in (read_manifest, verify_records):
-        with pytest.raises(DataError, match=r"manifest\.json describes no files of its folder"):
-            read(copy)
+    _assert_hostile(copy, "describes no files of its folder", **manifest)
 
 
 @pytest.mark.parametrize("dtype", ["uint32", "u4", 3])
 def test_a_manifest_of_other_ids_than_its_vocabulary_has_is_refused(copy, dtype):
-    (copy / "manifest.json").write_text(_resealed(copy, dtype=dtype))
-    with pytest.raises(DataError, match=r"manifest\.json describes no files of its folder"):
-        read_manifest(copy)
+    _assert_hostile(copy, "describes no files of its folder", dtype=dtype)
+
+
+def _assert_hostile(folder, message, **changes):
+    _reseal(folder, **changes)
+    for read in (read_manifest, verify_records):
+        with pytest.raises(DataError, match=rf"manifest\.json {message}"):
+            read(folder)
 
 
 def test_folders_of_two_tokenizers_do_not_mix(copy, folder):
-    (copy / "manifest.json").write_text(_resealed(copy, tokenizer="ab12"))
-    config = RecordsConfig(paths=(str(folder), str(copy)), seq_len=SEQ_LEN)
+    _reseal(copy, tokenizer="ab12")
+    config = _config(folder, copy)
     with pytest.raises(DataError, match=r"copy was made by another tokenizer \(tokenizer ab12\)"):
         config.open("train")
     (copy / "tokenizer.json").write_text("{}")
@@ -341,9 +337,8 @@ def test_folders_of_two_tokenizers_do_not_mix(copy, folder):
 
 
 def test_a_split_that_is_not_there(tmp_path, folder):
-    corpus = _write(tmp_path / "text", {"a": "abc " * 99}).replace(validation_percent=0)
-    _prepared(corpus, tmp_path / "records")
-    config = RecordsConfig(paths=(str(tmp_path / "records"),), seq_len=SEQ_LEN)
+    _prepared(["abc " * 99], tmp_path / "records")
+    config = _config(tmp_path / "records")
     with pytest.raises(DataError, match="has no validation split: prepare it with"):
         config.open("validation")
     assert len(config.replace(paths=(*config.paths, str(folder))).open("validation")) == 1
@@ -351,10 +346,14 @@ def test_a_split_that_is_not_there(tmp_path, folder):
         config.replace(seq_len=1000).rows(0)
 
 
-def test_config_errors():
-    with pytest.raises(UserError, match="names no folder"):
-        RecordsConfig(paths=(), seq_len=8)
-    with pytest.raises(UserError, match=r"folders \('a',\) are names below one path"):
-        RecordsConfig(paths=("x", "y"), folders=("a",), seq_len=8)
-    with pytest.raises(UserError, match=r"weights \(1\.0, 2\.0\) are 2 numbers for 1 folders"):
-        RecordsConfig(paths=("x",), weights=(1.0, 2.0), seq_len=8)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"paths": ()}, "names no folder"),
+        ({"paths": ("x", "y"), "folders": ("a",)}, r"folders \('a',\) are names below one path"),
+        ({"paths": ("x",), "weights": (1.0, 2.0)}, r"\(1\.0, 2\.0\) are 2 numbers for 1 folders"),
+    ],
+)
+def test_config_errors(fields, message):
+    with pytest.raises(UserError, match=message):
+        RecordsConfig(**fields, seq_len=8)

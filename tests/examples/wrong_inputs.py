@@ -1,20 +1,18 @@
-"""What a user of the layers may get wrong, without the type checks of the tests. A script: prints
-{case: error} as JSON."""
+"""What a user of the layers may get wrong, without the type checks of the tests. A script."""
 
-import json
+from functools import partial
 from pathlib import Path
 from runpy import run_path
 
 import jax.numpy as jnp
+from checks import refused
 from flax import nnx
 
 from ttcd_jax import IPTTCDMLP, DualWindowAttention, IPTTCDBlock, Piece, Transformer
-from ttcd_jax.errors import UserError
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill
 from ttcd_jax.inference.state import start_state
-from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.train.loss import next_token_loss
 
@@ -29,61 +27,58 @@ block, mlp, attention = (
     )
 )
 H, IDS = jnp.ones((2, 12, DIM)), jnp.zeros((2, 12), jnp.int32)
-FITS = {"chunk_size": 8, "window": 16}
 sizes = {"dim": 8, "num_layers": 1, "num_heads": 2, "mlp_dim": 8, "window": 4, "student_window": 2}
 config = TransformerConfig(vocab_size=8, method="ipttcd", fast_layers=(0,), **sizes)
-model, TOKENS = Transformer(config, rngs=nnx.Rngs(0)), jnp.arange(8).reshape(2, 4)
+MODEL, TOKENS = Transformer(config, rngs=nnx.Rngs(0)), jnp.arange(8).reshape(2, 4)
 
 
-def state():
-    return start_state(inference_model(model), 2)
+def piece(h, start, **options):
+    return Piece.of(h, start, **{"chunk_size": 8, "window": 16} | options)
 
 
-CASES = {
-    "width": lambda: block(H[..., :16]),
-    "tokens": lambda: block(IDS),
-    "float positions": lambda: block(H, positions=IDS.astype(float)),
-    "short ids": lambda: block(H, segment_ids=IDS[:, :7]),
-    "attention ids": lambda: attention(H, segment_ids=IDS[:1]),
-    "student length": lambda: mlp(H, H[:, :5]),
-    "student width": lambda: mlp(H, H[..., :16]),
-    "mlp ids": lambda: mlp(H, H, IDS[:, :7]),
-    "long piece": lambda: Piece.of(H[:, :6], 4, **FITS),
-    "open piece": lambda: Piece.of(H, 0, **FITS),
-    "uneven rows": lambda: Piece.of(H[:, :4], jnp.asarray([0, 4]), **FITS),
-    "other rows": lambda: block.extend(
-        H[:1, :8], Piece.of(H[:1, :8], 0, **FITS), block.start(2, None)
-    ),
-    "list": lambda: block([[1.0]]),
-    "no rngs": lambda: IPTTCDBlock(BLOCK, rngs=0),
-    "other config": lambda: IPTTCDMLP(BLOCK, rngs=nnx.Rngs(0)),
-    "negative start": lambda: Piece.of(H[:, :4], -1, **FITS),
-    "negative starts": lambda: Piece.of(H[:, :1], jnp.asarray([0, -2]), **FITS),
-    "long lengths": lambda: Piece.of(H[:, :4], 0, lengths=jnp.asarray([4, 5]), **FITS),
-    "other lengths": lambda: Piece.of(H[:, :4], 0, lengths=jnp.asarray([4]), **FITS),
-    "other chunk": lambda: block.extend(
-        H[:, :1], Piece.of(H[:, :1], 4, chunk_size=4, window=16), block.start(2, None)
-    ),
-    "other window": lambda: block.extend(
-        H[:, :4], Piece.of(H[:, :4], 4, chunk_size=8, window=3), block.start(2, None)
-    ),
-    "large token": lambda: model(TOKENS + 8),
-    "negative token": lambda: model(TOKENS - 1),
-    "float tokens": lambda: model(TOKENS / 2),
-    "one row": lambda: model(TOKENS[0]),
-    "token list": lambda: model([[1, 2]]),
-    "float token of a prompt": lambda: prefill(inference_model(model), state(), TOKENS / 2),
-    "float token to decode": lambda: decode(inference_model(model), state(), TOKENS[:, 0] / 2),
-    "nothing to predict": lambda: next_token_loss(model, TOKENS[:, :1]),
-    "nan": lambda: MemoryConfig(eta=float("nan")),
-    "infinity": lambda: MemoryConfig(zero_slope=float("inf")),
-}
+def extend(num_tokens, start, num_rows=2, **options):
+    h = H[:num_rows, :num_tokens]
+    return block.extend(h, piece(h, start, **options), block.start(2, None))
+
+
+def read(call, *tokens):
+    model = inference_model(MODEL)
+    return call(model, start_state(model, 2), *tokens)
+
+
+CASES = [
+    ("float32 [2, 12, 16]|float [B, T, 32]", block, H[..., :16]),
+    ("int32 [2, 12]|float [B, T, 32]", block, IDS),
+    ("positions are float32 [2, 12]|int [2, 12]", block, H, IDS.astype(float)),
+    ("segment_ids are int32 [2, 7]|int [2, 12]", block, H, None, IDS[:, :7]),
+    ("segment_ids are int32 [1, 12]|int [2, 12]", attention, H, None, IDS[:1]),
+    ("x [2, 12, 32]|t [2, 5, 32]|same shape", mlp, H, H[:, :5]),
+    ("t is float32 [2, 12, 16]|float [B, T, 32]", mlp, H, H[..., :16]),
+    ("segment_ids are int32 [2, 7]|int [2, 12]", mlp, H, H, IDS[:, :7]),
+    ("6 tokens|4 that the open chunk of 8", piece, H[:, :6], 4),
+    ("12 tokens|8 that the open chunk of 8", piece, H, 0),
+    ("4 tokens|one start for all rows", piece, H[:, :4], jnp.asarray([0, 4])),
+    ("h has 1 rows|2 rows", extend, 8, 0, 1),
+    ("h is a list|float [B, T, 32]", block, [[1.0]]),
+    ("IPTTCDBlock|nnx.Rngs(seed)|0", partial(IPTTCDBlock, BLOCK, rngs=0)),
+    ("IPTTCDMLP|IPTTCDConfig|IPTTCDBlockConfig", partial(IPTTCDMLP, BLOCK, rngs=nnx.Rngs(0))),
+    ("start -1|0 .. inf", piece, H[:, :4], -1),
+    ("start [0, -2]|0 .. inf", piece, H[:, :1], jnp.asarray([0, -2])),
+    ("lengths [4, 5]|0 .. 4", partial(piece, H[:, :4], 0, lengths=jnp.asarray([4, 5]))),
+    ("lengths are int32 [1]|int [2]", partial(piece, H[:, :4], 0, lengths=jnp.asarray([4]))),
+    ("chunk_size 4|8", partial(extend, 1, 4, chunk_size=4)),
+    ("window 3|16", partial(extend, 4, 4, window=3)),
+    ("token 8 at position 0, 0|vocabulary of 8 tokens", MODEL, TOKENS + 8),
+    ("token -1 at position 0, 0|vocabulary of 8 tokens", MODEL, TOKENS - 1),
+    ("tokens are float32 [2, 4]|int [B, T]", MODEL, TOKENS / 2),
+    ("tokens are int32 [4]|int [B, T]", MODEL, TOKENS[0]),
+    ("tokens are a list|int [B, T]", MODEL, [[1, 2]]),
+    ("token ids are float32|integers", read, prefill, TOKENS / 2),
+    ("tokens are float32 [2]|int [2]", read, decode, TOKENS[:, 0] / 2),
+    ("tokens [2, 1]|no next token", next_token_loss, MODEL, TOKENS[:, :1]),
+]
 
 if __name__ == "__main__":
-    errors = {}
-    for name, case in CASES.items():
-        try:
-            case()
-        except UserError as error:
-            errors[name] = str(error)
-    print(json.dumps(errors))
+    for words, call, *arguments in CASES:
+        refused(words, call, *arguments)
+    print(len(CASES))

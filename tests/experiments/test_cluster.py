@@ -6,10 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import commands
 import pytest
 import yaml
+from jax.sharding import AbstractMesh
 
+from experiments.cli import CONFIG_DIR
+from ttcd_jax.run import layout
+from ttcd_jax.run.bindings import load_config
+from ttcd_jax.run.config import RunConfig
 from ttcd_jax.sharding.distributed import detect
 from ttcd_jax.train.watchdog import PEER_LOST
 
@@ -93,16 +97,9 @@ def test_slurm_options_exist_and_send_the_signal_to_the_processes():
 @pytest.mark.parametrize(
     ("status", "restarts", "is_requeued"),
     [
-        (0, 0, False),
-        (1, 0, False),
-        (2, 0, False),
-        (5, 0, False),
-        (RESUME_ME, 0, True),
-        (RESUME_ME, 99, True),
-        (PEER_LOST, 9, True),
-        (PEER_LOST, 10, False),
-        (KILLED, 0, True),
-        (KILLED, 10, False),
+        *((status, 0, False) for status in (0, 1, 2, 5)),
+        *((RESUME_ME, restarts, True) for restarts in (0, 99)),
+        *((lost, restarts, restarts < 10) for lost in (PEER_LOST, KILLED) for restarts in (9, 10)),
     ],
 )
 def test_slurm_requeues_what_goes_on_from_its_checkpoint(sbatch, status, restarts, is_requeued):
@@ -127,16 +124,19 @@ def test_a_jobset_is_one_indexed_job_with_a_pod_per_process(jobset, pod):
     assert distributed == "jobset"
 
 
-def test_the_jobset_and_the_slurm_job_plan_64_devices_that_the_recipe_fits(jobset, pod):
+def test_the_jobset_and_the_slurm_job_have_64_devices_over_which_the_recipe_is_sharded(jobset, pod):
     (container,) = pod["containers"]
     nodes = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["completions"]
     assert nodes * container["resources"]["limits"]["nvidia.com/gpu"] == 64
     options = dict(re.findall(r"^#SBATCH --(\S+)=(\S+)$", SBATCH.read_text(), re.MULTILINE))
     assert int(options["nodes"]) * int(options["gpus-per-node"]) == 64
-    flags = [flag for flag in container["args"] if not flag.startswith(("--dist", "--run_dir"))]
-    plan = commands.output("launch", *flags, "--dry_run", "--topology=h100x64")
-    assert re.search(r"^fits +yes$", plan, re.MULTILINE), plan
-    assert "data 1 x fsdp 32 x seq 2 x tensor 1; parts 1; remat block" in plan
+    flags = [flag.split("=", 1) for flag in container["args"]]
+    (gin,), params = ([y for x, y in flags if x == name] for name in ("--gin", "--param"))
+    config = load_config(RunConfig, gin, params, config_dir=CONFIG_DIR)
+    sizes = layout.mesh_config(config, 64).sizes(64)
+    assert sizes == {"data": 1, "fsdp": 32, "seq": 2, "tensor": 1}
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    assert (layout.num_parts(config, mesh), config.model.remat) == (1, "block")
 
 
 def test_a_jobsets_pods_find_their_coordinator(jobset, pod):
@@ -152,13 +152,11 @@ def test_a_jobsets_pods_find_their_coordinator(jobset, pod):
         path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
         annotation = re.fullmatch(r"metadata\.annotations\['(.*)'\]", path)
         environ[entry["name"]] = annotations[annotation[1]] if annotation else entry["value"]
-    processes = detect("auto", environ)
-    assert processes is not None
-    host, port = processes.address
-    assert host == f"{name}-{replicated['name']}-0-0.{name}"
-    assert [entry["containerPort"] for entry in container["ports"]] == [port]
-    assert processes.process_id == 3
-    assert processes.num_processes == replicated["template"]["spec"]["completions"]
+    count = replicated["template"]["spec"]["completions"]
+    (port,) = [entry["containerPort"] for entry in container["ports"]]
+    found = detect("jobset", environ)
+    assert found is not None
+    assert found[1:] == (f"{name}-{replicated['name']}-0-0.{name}", port, count, 3)
 
 
 def test_a_jobset_restarts_without_limit_after_a_signal_only(jobset, pod):

@@ -17,7 +17,7 @@ from small_models import byte_model
 
 from ttcd_jax.data.records import sealed
 from ttcd_jax.data.tokenizer import JsonTokenizer, train_tokenizer
-from ttcd_jax.interop.reference_checkpoint import export_reference
+from ttcd_jax.interop.reference_config import export_reference
 from ttcd_jax.interop.weight_files import SINGLE, open_weights, write_safetensors
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.transformer import Transformer
@@ -217,6 +217,11 @@ def test_a_refused_import_leaves_nothing(checkpoint, tmp_path):
     with (broken / SINGLE).open("r+b") as stream:
         stream.truncate(5000)
     assert SINGLE in commands.refused(*IMPORT, broken, tmp_path / "run", status=3)
+    tensors = dict(open_weights(checkpoint))
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * np.nan
+    write_safetensors(broken, tensors)
+    message = commands.refused(*IMPORT, broken, tmp_path / "run", status=3)
+    assert message.startswith("error: tensor 'model.norm.weight' of")
     full = tmp_path / "full"
     full.mkdir()
     (full / "mine").touch()

@@ -6,8 +6,10 @@ import json
 import commands
 from tiny_run import params
 
-from ttcd_jax.tasks import TASKS
+from ttcd_jax.tasks import TASKS as REGISTERED
 
+TASKS = {x: task for x, task in REGISTERED.items() if task.__module__.startswith("ttcd_jax.")}
+TASKS = {x: y for x, y in REGISTERED.items() if y.__module__.startswith("ttcd_jax.tasks.")}
 DATA = commands.ROOT / "tests" / "tasks" / "data"
 QUESTION = {"ctx": "def main(", "activity_label": "a", "ctx_a": "def main(", "ctx_b": ""}
 SMALL = {

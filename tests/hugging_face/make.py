@@ -23,49 +23,23 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+
+
+def _rope(kind, base, **settings):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": base, **settings}}
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"original_max_position_embeddings": 16}
+OWN_YARN = YARN | {"attention_factor": 1.1, "beta_fast": 16.0, "beta_slow": 2.0}
 CASES = {
-    "llama": {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}},
-    "llama_tied_linear": {
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
-    },
-    "llama_llama3": {
-        "head_dim": 16,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-    },
-    "qwen2": {
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    },
-    "qwen3": {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-    "qwen3_yarn": {
-        "head_dim": 16,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-    },
-    "llama_yarn": {
-        "num_key_value_heads": 6,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e5,
-            "factor": 8.0,
-            "original_max_position_embeddings": 16,
-            "attention_factor": 1.1,
-            "beta_fast": 16.0,
-            "beta_slow": 2.0,
-        },
-    },
+    "llama": {"rms_norm_eps": 1e-5} | _rope("default", 1e5),
+    "llama_tied_linear": {"tie_word_embeddings": True} | _rope("linear", 1e4, factor=4.0),
+    "llama_llama3": {"head_dim": 16} | _rope("llama3", 5e5, factor=8.0, **LLAMA3),
+    "qwen2": {"tie_word_embeddings": True} | _rope("default", 1e6),
+    "qwen3": {"head_dim": 8} | _rope("default", 1e6),
+    "qwen3_yarn": {"head_dim": 16} | _rope("yarn", 1e4, factor=4.0, **YARN),
+    "llama_yarn": {"num_key_value_heads": 6} | _rope("yarn", 1e5, factor=8.0, **OWN_YARN),
 }
 
 FILE = Path(__file__).with_name("logits.npz")

@@ -27,57 +27,47 @@ YARN = YarnConfig(factor=4.0, original_length=16)
 WINDOWS = {"window": 9, "student_window": 4}
 
 
-def _published():
-    return config_of("ipttcd", **SIZES, **WINDOWS, memory=MemoryConfig(**MEMORY))
+def _ipttcd(changes=(), **memory):
+    fields = SIZES | WINDOWS | dict(changes)
+    return config_of("ipttcd", **fields, memory=MemoryConfig(**MEMORY, **memory))
 
 
-def _continued():
-    llama3 = Llama3Config(factor=8.0, original_length=32)
-    memory = MemoryConfig(**MEMORY, output="teacher_raw", normalizes_keys=False)
-    fields = {"has_qk_norm": True, "has_tied_head": False, "rope": RopeConfig(llama3=llama3)}
-    return config_of("ipttcd", **SIZES | fields, window=None, student_window=5, memory=memory)
-
-
-def _corrected():
-    fields = {"corrects_errors": True, "half_lives": (8.0, 64.0), "decay": "gated"}
-    memory = MemoryConfig(**MEMORY, **fields, output="student", normalizes_errors=True)
-    return config_of("ipttcd", **SIZES, **WINDOWS, has_qkv_bias=True, memory=memory)
-
-
-def _bare():
-    off = dict.fromkeys(("has_proj", "has_token_rate", "has_teacher_conv"), False)
-    memory = MemoryConfig(**MEMORY, **off, half_lives=(9.0,), decay="learned")
-    return config_of("ipttcd", **SIZES, **WINDOWS, memory=memory)
-
-
-def _targets():
-    memory = TargetMemoryConfig(**MEMORY)
-    return config_of("ipttt", **SIZES, window=9, memory=memory)
-
-
-def _embeddings():
-    fields = {"is_conv_causal": True, "has_activation_conv": True, "corrects_errors": True}
-    memory = TargetMemoryConfig(**MEMORY, **fields, target="embedding")
-    return config_of("ipttt", **SIZES, window=9, memory=memory)
+def _ipttt(**memory):
+    return config_of("ipttt", **SIZES, window=9, memory=TargetMemoryConfig(**MEMORY, **memory))
 
 
 def _plain(**changes):
     return config_of("swa" if "window" in changes else "full", **SIZES | changes)
 
 
+LLAMA3 = RopeConfig(llama3=Llama3Config(factor=8.0, original_length=32))
 MODELS = {
-    "published": _published(),
-    "continued": _continued(),
-    "corrected": _corrected(),
-    "bare": _bare(),
-    "targets": _targets(),
-    "embeddings": _embeddings(),
+    "published": _ipttcd(),
+    "continued": _ipttcd(
+        {"has_qk_norm": True, "has_tied_head": False, "rope": LLAMA3}
+        | {"window": None, "student_window": 5},
+        **{"output": "teacher_raw", "normalizes_keys": False},
+    ),
+    "corrected": _ipttcd(
+        {"has_qkv_bias": True},
+        **{"corrects_errors": True, "half_lives": (8.0, 64.0), "decay": "gated"},
+        **{"output": "student", "normalizes_errors": True},
+    ),
+    "bare": _ipttcd(
+        **dict.fromkeys(("has_proj", "has_token_rate", "has_teacher_conv"), False),
+        **{"half_lives": (9.0,), "decay": "learned"},
+    ),
+    "targets": _ipttt(),
+    "embeddings": _ipttt(
+        **{"is_conv_causal": True, "has_activation_conv": True},
+        **{"corrects_errors": True, "target": "embedding"},
+    ),
     "full": _plain(rope=RopeConfig(linear_factor=2.0)),
     "swa": _plain(window=9),
     "swa_bias": _plain(window=9, has_qkv_bias=True, rope=RopeConfig(base=1e6)),
     "swa_norm": _plain(window=9, has_qk_norm=True, has_tied_head=False),
     "yarn": _plain(has_qk_norm=True, rope=RopeConfig(yarn=YARN)),
-}  # fmt: skip
+}
 
 
 def params_of(config):

@@ -218,12 +218,8 @@ def test_positions_are_checked(s):
     for given in (of_rows, of_columns, of_columns[0]):
         same(s.model(s.batch, attention_mask=s.mask, position_ids=given).logits, expected, 0)
     same(s.model(s.batch, s.mask, cache_position=torch.arange(n)).logits, expected, 0)
-    for given in (
-        3 * of_columns[:, :t],
-        of_columns[:, :t] + 1,
-        of_columns[:, 1:t],
-        of_columns[:, :t] % 5,
-    ):
+    own = of_columns[:, :t]
+    for given in (3 * own, own + 1, own[:, 1:], own % 5):
         refused("position_ids", s.model, s.rows[0], position_ids=given)
     for given in (torch.arange(t) * 2, torch.arange(t + 1), torch.arange(t).flip(0)):
         refused("cache_position", s.model, s.rows[0], cache_position=given)
@@ -278,27 +274,29 @@ def test_losses_and_gradients_with_padding_are_those_of_the_rows(s):
 
 def test_what_cannot_be_honoured_is_refused_by_name(s):
     m, row, n = s.model, s.rows[0], s.rows[0].shape[1]
-    ones = torch.ones_like(row)
-    refused("attentoin_mask", m, row, attentoin_mask=ones)
-    refused("made_up", m, row, made_up=None)
+    ones, embedded = torch.ones_like(row), m.get_input_embeddings()(row)
+    returned = {"output_attentions": True, "return_dict_in_generate": True}
+    holes, right, empty = ones.clone(), s.mask.flip(1), s.mask.clone()
+    holes[0, 3] = empty[1] = 0
+    for words, options in (
+        ("attentoin_mask", {"attentoin_mask": ones}),
+        ("made_up", {"made_up": None}),
+        ("input_ids or inputs_embeds", {"inputs_embeds": embedded}),
+        ("output_attentions", {"output_attentions": True}),
+        ("token_type_ids", {"token_type_ids": ones}),
+        ("DynamicCache", {"past_key_values": DynamicCache()}),
+        ("tuple", {"past_key_values": ()}),
+        ("logits_to_keep", {"labels": row, "logits_to_keep": 1}),
+        ("between tokens", {"attention_mask": holes}),
+        ("0 and 1", {"attention_mask": ones * 2}),
+        ("attention_mask [1, 1, ", {"attention_mask": torch.ones(1, 1, n, n)}),
+        ("attention_mask dict", {"attention_mask": {"full": ones}}),
+    ):
+        refused(words, m, row, **options)
     refused("input_ids or inputs_embeds", m)
-    refused("input_ids or inputs_embeds", m, row, inputs_embeds=m.get_input_embeddings()(row))
-    refused("output_attentions", m, row, output_attentions=True)
-    refused(
-        "output_attentions", s.generate, row, output_attentions=True, return_dict_in_generate=True
-    )
-    refused("token_type_ids", m, row, token_type_ids=ones)
-    refused("DynamicCache", m, row, past_key_values=DynamicCache())
-    refused("tuple", m, row, past_key_values=())
-    refused("logits_to_keep", m, row, labels=row, logits_to_keep=1)
+    refused("output_attentions", s.generate, row, **returned)
     refused("no tokens", m, row[:, :0])
     refused("shift_labels", m, s.batch, attention_mask=s.mask, shift_labels=s.batch)
-    holes = ones.clone()
-    holes[0, 3] = 0
-    refused("between tokens", m, row, attention_mask=holes)
-    refused("0 and 1", m, row, attention_mask=ones * 2)
-    right, empty = s.mask.flip(1), s.mask.clone()
-    empty[1] = 0
     read = {"labels": s.batch, "past_key_values": m(s.batch)[CACHE], "use_cache": False}
     later = torch.cat([torch.ones_like(right), right], 1)
     refused("pad on the left", m, s.batch, attention_mask=later, **read)
@@ -308,51 +306,38 @@ def test_what_cannot_be_honoured_is_refused_by_name(s):
         refused("pad on the left", s.generate, s.batch, attention_mask=right, **options)
         refused("without tokens", s.generate, s.batch, attention_mask=empty, **options)
     refused("without tokens", m, s.batch, attention_mask=empty)
-    refused("attention_mask [1, 1, ", m, row, attention_mask=torch.ones(1, 1, n, n))
-    refused("attention_mask dict", m, row, attention_mask={"full": ones})
     # A cache that was lost, or of other rows.
     refused("attention_mask [1, ", m, row[:, -1:], attention_mask=ones)
     refused("position_ids", m, row[:, -1:], position_ids=torch.tensor([[n - 1]]))
     cache = m(s.batch, attention_mask=s.mask)[CACHE]
     refused("has 3 rows", m, row, past_key_values=cache)
-    refused(
-        "cache's",
-        m,
-        s.batch[:, :1],
-        past_key_values=cache,
-        attention_mask=torch.ones(3, s.batch.shape[1] + 1),
-    )
+    whole = torch.ones(3, s.batch.shape[1] + 1)
+    refused("cache's", m, s.batch[:, :1], past_key_values=cache, attention_mask=whole)
     refused("pass one", m, row, past_key_values=cache, cache=cache)
     for call in (cache.crop, cache.update):
         refused("takes no tokens back", call, -1)
 
 
 def test_generation_modes_are_right_or_refused(s):
-    row = s.rows[0]
-    for kind in (
-        "static",
-        "offloaded_static",
-        "offloaded",
-        "quantized",
-        "paged",
-        "sliding_window",
-        "made_up",
-    ):
+    row, kinds = s.rows[0], ("static", "offloaded_static", "offloaded", "quantized", "paged")
+    for kind in (*kinds, "sliding_window", "made_up"):
         refused("ache", s.generate, row, cache_implementation=kind)
     tokenizer = AutoTokenizer.from_pretrained(s.folder, trust_remote_code=True)
     assert s.generate(row, stop_strings=["a"], tokenizer=tokenizer).shape[1] > row.shape[1]
     if RELEASE > [4, 50]:
         found = s.generate(row, cache_implementation="dynamic")
         assert (found[0, -COUNT:] == s.expected[0]).all()
-    refused("DynamicCache", s.generate, row, past_key_values=DynamicCache())
-    refused("stateful", s.generate, row, prompt_lookup_num_tokens=3)
-    refused("stateful", s.generate, row, assistant_model=s.model)
+    for words, options in (
+        ("DynamicCache", {"past_key_values": DynamicCache()}),
+        ("stateful", {"prompt_lookup_num_tokens": 3}),
+        ("stateful", {"assistant_model": s.model}),
+        ("made_up", {"made_up": 1}),
+        ("", {"penalty_alpha": 0.6, "top_k": 4}),
+    ):
+        refused(words, s.generate, row, **options)
     if hasattr(s.model, "generate_batch"):
-        refused(
-            "without paging", s.model.generate_batch, inputs=[row[0].tolist()], max_new_tokens=3
-        )
-    refused("made_up", s.generate, row, made_up=1)
-    refused("", s.generate, row, penalty_alpha=0.6, top_k=4)
+        inputs = {"inputs": [row[0].tolist()], "max_new_tokens": 3}
+        refused("without paging", s.model.generate_batch, **inputs)
 
 
 def test_a_cache_is_copied_reordered_and_repeated(s):
@@ -394,19 +379,17 @@ def test_a_copy_is_the_same_model(s):
 def test_a_tokenizer_pads_and_a_pipeline_generates(s):
     tokenizer = AutoTokenizer.from_pretrained(s.folder, trust_remote_code=True)
     texts = ["one", "a longer text", "two words"]
+    options = {"max_new_tokens": 6, "do_sample": False}
     batch = tokenizer(texts, return_tensors="pt", padding=True)
     assert batch["attention_mask"].sum(1).tolist() == [4, 14, 10]
     assert batch["attention_mask"][:, -1].all()
-    found = s.model.generate(**batch, max_new_tokens=6, do_sample=False)
-    singles = [
-        s.model.generate(**tokenizer(x, return_tensors="pt"), max_new_tokens=6, do_sample=False)[0]
-        for x in texts
-    ]
-    for row, single in zip(found, singles, strict=True):
-        texts_of = [tokenizer.decode(x, skip_special_tokens=True) for x in (row, single)]
-        assert texts_of[0] == texts_of[1]
+    found = s.model.generate(**batch, **options)
+    for text, row in zip(texts, found, strict=True):
+        single = s.model.generate(**tokenizer(text, return_tensors="pt"), **options)[0]
+        one, other = (tokenizer.decode(x, skip_special_tokens=True) for x in (row, single))
+        assert one == other
     write = pipeline("text-generation", model=str(s.folder), trust_remote_code=True)
-    options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
+    options["return_full_text"] = False
     alone = [write(x, **options)[0]["generated_text"] for x in texts]
     assert alone == [x[0]["generated_text"] for x in write(texts, batch_size=3, **options)]
 
@@ -432,6 +415,7 @@ def main():
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     tests = {name: call for name, call in globals().items() if name.startswith("test_")}
+    wrong = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError)
     failed = 0
     for folder in sorted(Path(sys.argv[1]).iterdir()):
         subject = Subject(folder)
@@ -439,20 +423,9 @@ def main():
             try:
                 with torch.no_grad():
                     call(subject)
-            except (
-                AssertionError,
-                ArithmeticError,
-                LookupError,
-                TypeError,
-                ValueError,
-                RuntimeError,
-            ):
+            except wrong:
                 failed += 1
-                print(
-                    f"{transformers.__version__}: {folder.name}: {name}",
-                    traceback.format_exc(),
-                    sep="\n",
-                )
+                print(transformers.__version__, folder.name, name, traceback.format_exc())
     print(f"{len(tests)} properties, {failed} failed")
     sys.exit(bool(failed))
 

@@ -1,11 +1,14 @@
+import functools
+
 import jax
 import numpy as np
 import pytest
+from checks import refused
 from flax import nnx
 from small_models import config_of
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.errors import DataError
 from ttcd_jax.inference.generate import Event, Generation, Request, next_token
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.sampling import SamplingConfig
@@ -66,12 +69,17 @@ def _run(model, *requests, **options):
     return list(generation), generation.state
 
 
-def test_greedy_text_is_that_of_the_forward_pass(model, greedy):
+def test_greedy_text_is_that_of_the_forward_pass_and_the_state_has_read_it(model, greedy):
     events, state = _run(model, _request())
     assert _tokens(events) == greedy
     assert "".join(event.text for event in events) == TOKENIZER.decode(greedy)
     assert [event.finish_reason for event in events] == [None] * 11 + ["length"]
     assert state.position.tolist() == [1 + len(PROMPT) + 12]
+    generation = Generation(model, TOKENIZER, [_request()])
+    assert [next(generation).token for _ in range(5)] == greedy[:5]
+    assert generation.state.position.tolist() == [1 + len(PROMPT) + 5]
+    rest = _request(tokens=[greedy[5]], max_new_tokens=6)
+    assert _tokens(_run(model, rest, state=generation.state)[0]) == greedy[6:]
 
 
 def test_a_row_does_not_depend_on_its_neighbours(model, greedy):
@@ -91,27 +99,14 @@ def test_a_row_does_not_depend_on_its_neighbours(model, greedy):
     assert ends[0] == 3
 
 
-def test_a_prompt_with_a_part_of_the_text_goes_on_with_the_rest(model):
+def test_a_state_and_a_part_of_the_text_are_gone_on_from(model, greedy):
+    _, state = _run(model, _request(PROMPT[:9], max_new_tokens=0))
+    assert state.position.tolist() == [10]
+    assert _tokens(_run(model, _request(PROMPT[9:]), state=state)[0]) == greedy
     whole = _tokens(_run(model, _request(sampling=WARM))[0])
     begun = np.concatenate([TOKENIZER.encode(PROMPT), whole[:5]])
     rest, _ = _run(model, _request(tokens=begun, sampling=WARM, max_new_tokens=7))
     assert _tokens(rest) == whole[5:]
-
-
-def test_a_state_is_gone_on_from(model, greedy):
-    _, state = _run(model, _request(PROMPT[:9], max_new_tokens=0))
-    assert state.position.tolist() == [10]
-    events, _ = _run(model, _request(PROMPT[9:]), state=state)
-    assert _tokens(events) == greedy
-
-
-def test_the_state_has_read_the_tokens_of_the_events_so_far(model, greedy):
-    generation = Generation(model, TOKENIZER, [_request()])
-    assert [next(generation).token for _ in range(5)] == greedy[:5]
-    assert generation.state.position.tolist() == [1 + len(PROMPT) + 5]
-    rest = _request(tokens=[greedy[5]], max_new_tokens=6)
-    events, _ = _run(model, rest, state=generation.state)
-    assert _tokens(events) == greedy[6:]
 
 
 @pytest.mark.parametrize("reason", ["eos", "stop"])
@@ -128,15 +123,11 @@ def test_the_token_that_ends_a_row_is_an_event_and_not_read(model, greedy, reaso
     assert state.position.tolist() == [1 + len(PROMPT) + end, 2 + 12]
 
 
-def test_the_tokenizers_eos_ends_a_row_by_default(model):
-    class EndsWithGreedy(ByteTokenizer):
-        eos_id = 0
-
-    first = _tokens(_run(model, _request())[0])[0]
-    EndsWithGreedy.eos_id = first
+def test_the_tokenizers_eos_ends_a_row_by_default(model, greedy):
+    tokenizer = ByteTokenizer()
+    tokenizer.eos_id = greedy[0]
     request = Request(tokens=TOKENIZER.encode(PROMPT), max_new_tokens=4)
-    events = list(Generation(model, EndsWithGreedy(), [request]))
-    assert events == [Event(0, "", first, "eos")]
+    assert [*Generation(model, tokenizer, [request])] == [Event(0, "", greedy[0], "eos")]
 
 
 def test_one_program_serves_all_tokens_and_settings(model):
@@ -148,9 +139,8 @@ def test_one_program_serves_all_tokens_and_settings(model):
 
 
 def test_reading_yields_the_tokens_read(model):
-    generation = Generation(
-        model, TOKENIZER, [_request(max_new_tokens=2), _request("ab")], piece_size=16
-    )
+    requests = [_request(max_new_tokens=2), _request("ab")]
+    generation = Generation(model, TOKENIZER, requests, piece_size=16)
     counts = list(generation.read())
     assert counts == sorted(set(counts))
     assert counts[-1] == generation.num_prompt_tokens == 1 + len(PROMPT) + 3
@@ -160,20 +150,16 @@ def test_reading_yields_the_tokens_read(model):
 
 
 def test_a_document_opens_with_bos_once(model):
-    ids = TOKENIZER.encode(PROMPT)
-    framed = np.concatenate([[TOKENIZER.bos_id], ids])
-    events, state = _run(
-        model, _request(tokens=framed, max_new_tokens=1), _request("", max_new_tokens=0)
-    )
+    framed = np.concatenate([[TOKENIZER.bos_id], TOKENIZER.encode(PROMPT)])
+    requests = _request(tokens=framed, max_new_tokens=1), _request("", max_new_tokens=0)
+    events, state = _run(model, *requests)
     assert state.position.tolist() == [len(framed) + 1, 1]
     assert Event(1, "", None, "length") in events
 
 
-def test_the_repetition_penalty_counts_prompt_and_text(model, greedy):
-    free = SamplingConfig(repetition_penalty=1e9)
-    events, _ = _run(model, _request(sampling=free))
-    tokens = _tokens(events)
-    assert len({*tokens, *PROMPT.encode()}) == len(tokens) + len(set(PROMPT.encode()))
+def test_the_repetition_penalty_counts_prompt_and_text(model):
+    events, _ = _run(model, _request(sampling=SamplingConfig(repetition_penalty=1e9)))
+    assert len({*_tokens(events), *PROMPT.encode()}) == 12 + len({*PROMPT.encode()})
 
 
 def test_published_memory_is_another_text_and_needs_a_memory(model):
@@ -181,43 +167,35 @@ def test_published_memory_is_another_text_and_needs_a_memory(model):
     published, _ = _run(model, request, memory="published")
     assert _tokens(published) != _tokens(_run(model, request)[0])
     plain = _model(CONFIG.replace(method="swa", fast_layers=(), memory=None))
-    with pytest.raises(UserError, match="published"):
-        Generation(plain, TOKENIZER, [request], memory="published")
+    refused("published", Generation, plain, TOKENIZER, [request], memory="published")
 
 
 def test_full_attention_takes_the_room_it_needs_and_no_more_than_it_has():
     full = _model(CONFIG.replace(method="full", window=None, fast_layers=(), memory=None))
     events, state = _run(full, _request(max_new_tokens=4))
     assert len(events) == 4
-    with pytest.raises(UserError, match=r"33 tokens and the state .* holds 32: .*max_length"):
-        Generation(full, TOKENIZER, [_request("a", max_new_tokens=0)], state=state)
+    more, longer = _request("a", max_new_tokens=0), _request("abc", max_new_tokens=7)
+    refused("33 tokens|holds 32|max_length", Generation, full, TOKENIZER, [more], state=state)
     state = start_state(full, 1, max_length=10)
-    with pytest.raises(UserError, match=r"would have 11 tokens .* holds 10"):
-        Generation(full, TOKENIZER, [_request("abc", max_new_tokens=7)], state=state)
+    refused("11 tokens|holds 10", Generation, full, TOKENIZER, [longer], state=state)
 
 
 def test_what_cannot_be_generated_is_refused_by_name(model):
-    with pytest.raises(UserError, match="no request"):
-        Generation(model, TOKENIZER, [])
-    with pytest.raises(DataError, match="request 1: token 258 at position 2 is outside"):
-        Generation(model, TOKENIZER, [_request(), _request(tokens=[1, 2, 258])])
-    with pytest.raises(UserError, match="2 requests for a state of 1 rows"):
-        Generation(model, TOKENIZER, [_request()] * 2, state=start_state(model, 1))
+    def generation(*requests, model=model, **options):
+        return Generation(model, TOKENIZER, requests, **options)
+
+    data = functools.partial(refused, error=DataError)
+    refused("no request", generation)
+    refused("2 requests|1 rows", generation, *[_request()] * 2, state=start_state(model, 1))
     _, state = _run(model, _request("ab", max_new_tokens=0))
-    with pytest.raises(UserError, match="request 0 is empty and its state has read 3 tokens"):
-        Generation(model, TOKENIZER, [_request("")], state=state)
+    refused("request 0 is empty|3 tokens", generation, _request(""), state=state)
+    refused("max_new_tokens|-1", _request, max_new_tokens=-1)
+    refused("[T]|(1, 3)", _request, tokens=[[1, 2, 3]])
+    refused("a stop string is empty", _request, stop=("a", ""))
+    data("request 1: token 258 at position 2", generation, _request(), _request(tokens=[1, 2, 258]))
+    data("token ids are float64", generation, _request(tokens=[1.5, 2.0]))
     small = _model(CONFIG.replace(vocab_size=200))
-    with pytest.raises(DataError, match=r"token 256 .* outside the vocabulary of 200 tokens"):
-        Generation(small, TOKENIZER, [_request()])
+    data("token 256|vocabulary of 200 tokens", generation, _request(), model=small)
     narrow = _model(CONFIG.replace(vocab_size=257))  # the tokenizer has one token more: eos
-    assert [*Generation(narrow, TOKENIZER, [_request(max_new_tokens=1)])]
-    with pytest.raises(DataError, match=r"request 0: token 257 .* vocabulary of 257 tokens"):
-        Generation(narrow, TOKENIZER, [_request(tokens=[257])])
-    with pytest.raises(DataError, match="token ids are float64"):
-        Generation(model, TOKENIZER, [_request(tokens=[1.5, 2.0])])
-    with pytest.raises(UserError, match=r"max_new_tokens .* -1"):
-        _request(max_new_tokens=-1)
-    with pytest.raises(UserError, match=r"one row of tokens \[T\], not \(1, 3\)"):
-        _request(tokens=[[1, 2, 3]])
-    with pytest.raises(UserError, match="a stop string is empty"):
-        _request(stop=("a", ""))
+    assert [*generation(_request(max_new_tokens=1), model=narrow)]
+    data("request 0: token 257|257 tokens", generation, _request(tokens=[257]), model=narrow)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from checks import traced
 
-from ttcd_jax.errors import UserError
 from ttcd_jax.inference.sampling import SamplingConfig, batch_sampler, sample
 
 DRAWS = 8192
@@ -57,7 +56,9 @@ def _probabilities(config, seen, logits=LOGITS):
         {},
         {"temperature": 0.5},
         {"temperature": 3.0},
+        {"top_k": 1, "temperature": 5.0},
         {"top_k": 4},
+        {"top_k": 1000, "temperature": 9.0},
         {"top_k": 10},
         {"top_p": 0.6},
         {"top_p": 1e-6},
@@ -98,12 +99,6 @@ def test_temperature_zero_takes_the_likeliest_token_and_of_equals_the_first():
         assert _sample(TIES, configs)[:2].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}])
-def test_what_leaves_one_token_is_greedy(fields):
-    configs = [SamplingConfig(temperature=5.0, seed=seed, **fields) for seed in range(32)]
-    assert set(_sample(LOGITS, configs)) == {int(LOGITS.argmax())}
-
-
 def test_a_temperature_near_zero_is_greedy_and_finite():
     configs = [SamplingConfig(temperature=1e-30, top_k=k) for k in (None, 3)]
     assert _sample(LOGITS, configs).tolist() == [3, 3]
@@ -115,11 +110,6 @@ def test_top_k_keeps_ties_with_the_last_and_top_p_only_what_it_needs():
     assert set(_many(ties, logits=TIES)) == {0, 1, 2, 4, 5}
     first = SamplingConfig(temperature=1.0, top_p=0.7)  # two likeliest: 0.6, each other: 0.11
     assert set(_many(first, logits=TIES)) == {0, 1, 4}
-
-
-def test_more_than_the_vocabulary_is_all_of_it():
-    config = SamplingConfig(temperature=9.0, top_k=1000)
-    assert set(_many(config)) == set(range(LOGITS.size))
 
 
 def test_a_token_without_probability_is_never_drawn():
@@ -168,19 +158,3 @@ def test_half_precision_logits_are_compared_in_float32():
     sampler = batch_sampler([SamplingConfig(repetition_penalty=1.001)])  # 1 in bfloat16
     seen = jnp.array([[True, False]])
     assert jax.jit(sample)(logits, sampler, seen, jnp.zeros(1, jnp.int32)).tolist() == [1]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(("temperature", value) for value in (-0.1, float("inf"), float("nan"))),
-        *(("top_k", value) for value in (0, -3)),
-        *(("top_p", value) for value in (0.0, 1.1, float("nan"))),
-        *(("min_p", value) for value in (-0.1, 1.5)),
-        *(("repetition_penalty", value) for value in (0.0, -1.0)),
-        *(("seed", value) for value in (-1, 2**32)),
-    ],
-)
-def test_a_setting_out_of_range_is_named_with_its_range(field, value):
-    with pytest.raises(UserError, match=rf"SamplingConfig.{field} {value} must be "):
-        SamplingConfig(**{field: value})

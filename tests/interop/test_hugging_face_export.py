@@ -1,9 +1,12 @@
-"""Exports to Hugging Face transformers: computed there as here, and imported again bit for bit."""
+"""Exports to Hugging Face transformers: computed there as here, imported again bit for bit, and
+right in every version that they name (tests/hugging_face/properties.py)."""
 
 import functools
 import hashlib
 import http.server
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import commands
@@ -12,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from checks import assert_same, distance
+from checks import assert_same, distance, refused
 from hugging_face.make import FILE, TOKENS
 from hugging_face.own import MODELS, params_of, write
 from small_models import config_of
@@ -20,14 +23,12 @@ from tiny_run import RECALL, flags
 from tiny_run import params as bindings
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
-from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.errors import CheckpointError, DataError
+from ttcd_jax.files import write_whole
+from ttcd_jax.inference.generate import Generation, Request
+from ttcd_jax.inference.model import inference_model
 from ttcd_jax.interop.hugging_face import open_hugging_face
-from ttcd_jax.interop.hugging_face_export import (
-    MODELING,
-    TRIED,
-    export_hugging_face,
-    text_files,
-)
+from ttcd_jax.interop.hugging_face_export import MODELING, TRIED, export_hugging_face, text_files
 from ttcd_jax.methods import METHODS
 from ttcd_jax.precision import Precision
 from ttcd_jax.run.directory import load_params
@@ -69,55 +70,54 @@ def test_an_export_is_imported_bit_for_bit(name, tmp_path):
         assert again.replace(**unseen) == config.replace(**unseen)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_is_exported_or_refused_by_name(method):
+EXPORTED = ("ipttcd", "ipttt", "swa", "full")
+
+
+@pytest.mark.parametrize("method", EXPORTED)
+def test_a_method_is_exported_with_the_code_it_needs(method):
     config = config_of(method, precision=Precision())
-    if method in ("ipttcd", "ipttt", "swa", "full"):
-        _, files = export_hugging_face(params_of(config), config, length=8)
-        assert (MODELING.name in files) == (method in ("ipttcd", "ipttt"))
-        return
-    with pytest.raises(UserError, match=f"no memory of the method '{method}': export with --form"):
-        export_hugging_face(params_of(config), config, length=8)
+    _, files = export_hugging_face(params_of(config), config, length=8)
+    assert (MODELING.name in files) == (method in ("ipttcd", "ipttt"))
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("method", "changes", "memory", "words"),
     [
-        ({"has_qk_norm": True, "qk_norm_eps": 1e-5}, "norm_eps 1e-06 and qk_norm_eps 1e-05"),
-        ({"has_qk_norm": True, "has_qkv_bias": True}, "cannot express .*has_qkv_bias True"),
+        (
+            "full",
+            {"has_qk_norm": True, "qk_norm_eps": 1e-5},
+            {},
+            "norm_eps 1e-06|eps 1e-05",
+        ),
+        ("full", {"has_qk_norm": True, "has_qkv_bias": True}, {}, "has_qkv_bias True"),
+        ("ipttcd", {}, {"renorm_chunks": 2}, "renorm_chunks="),
+        ("ipttcd", {}, {"orthogonalizes_updates": True}, "orthogonalizes_updates="),
+        *((method, {}, {}, f"'{method}'|--form") for method in METHODS if method not in EXPORTED),
     ],
 )
-def test_what_transformers_cannot_express_is_refused(changes, message):
-    config = config_of("full", precision=Precision(), **changes)
-    with pytest.raises(UserError, match=message):
-        export_hugging_face(params_of(config), config, length=8)
-    settings = config_of("ipttcd").settings
-    for change in ({"renorm_chunks": 2}, {"orthogonalizes_updates": True}):
-        config = config_of("ipttcd", precision=Precision(), memory=settings.replace(**change))
-        with pytest.raises(UserError, match=f"does not compute {next(iter(change))}="):
-            export_hugging_face(params_of(config), config, length=8)
+def test_what_transformers_cannot_express_is_refused(method, changes, memory, words):
+    config = config_of(method, precision=Precision(), **changes)
+    if memory:
+        config = config.replace(memory=config.settings.replace(**memory))
+    refused(words, export_hugging_face, params_of(config), config, length=8)
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("top", "model", "error", "words"),
     [
-        ({"model": None}, DataError, "model is no configuration of a model"),
-        ({"model": {"type": "TransformerConfig"}}, DataError, "TransformerConfig lacks dim"),
-        ({"num_layers": 9_999}, CheckpointError, "9999 layers"),
-        ({"num_layers": -1}, DataError, "num_layers"),
-        ({"method": "made_up"}, DataError, "made_up"),
+        ({"model": None}, {}, DataError, "model is no configuration of a model"),
+        ({"model": {"type": "TransformerConfig"}}, {}, DataError, "TransformerConfig lacks dim"),
+        ({}, {"num_layers": 9_999}, CheckpointError, "9999 layers"),
+        ({}, {"num_layers": -1}, DataError, "num_layers"),
+        ({}, {"method": "made_up"}, DataError, "made_up"),
     ],
 )
-def test_a_damaged_export_is_refused(change, error, message, tmp_path):
+def test_a_damaged_export_is_refused(top, model, error, words, tmp_path):
     folder = write("published", tmp_path / "x")
     source = json.loads((folder / "config.json").read_text())
-    if "model" in change:
-        source |= change
-    else:
-        source["model"] |= change
-    (folder / "config.json").write_text(json.dumps(source))
-    with pytest.raises(error, match=message):
-        open_hugging_face(folder)
+    source["model"] |= model
+    (folder / "config.json").write_text(json.dumps(source | top))
+    refused(words, open_hugging_face, folder, error=error)
 
 
 def test_bytes_are_tokens_of_transformers_too():
@@ -179,6 +179,8 @@ def test_a_trained_run_is_exported_with_tokenizer_and_evaluation(tmp_path):
     assert found == config.replace(precision=config.precision.replace(param="bfloat16"))
     narrow = {name: x.astype("bfloat16") for name, x in by_name(ours).items()}
     assert_same(by_name(read), narrow)
+    commands.output(*EXPORT, again, tmp_path / "third")
+    assert (tmp_path / "third" / MODELING.name).read_bytes() == MODELING.read_bytes()
     assert "not an empty folder" in commands.refused(*EXPORT, run_dir, folder)
 
 
@@ -199,60 +201,101 @@ def test_the_page_names_the_versions_that_exports_were_tried_with():
     assert f"with transformers {', '.join(TRIED[:-1])} and {TRIED[-1]}" in page
 
 
+def _network(home, **variables):
+    """The environment of an import that may download into `home`."""
+    environment = commands.cpu_environment(HF_HOME=str(home), NO_PROXY="127.0.0.1", **variables)
+    environment.pop("HF_HUB_OFFLINE", None)
+    return environment
+
+
+def _import(name, run_dir, environment, refusal=None):
+    """The import of swa_norm, or how it is refused."""
+    line = (*IMPORT, name, run_dir)
+    if refusal is not None:
+        assert refusal in commands.refused(*line, env=environment, status=3)
+        assert not run_dir.exists()
+        return
+    commands.output(*line, env=environment)
+    assert_same(load_params(run_dir).params, params_of(MODELS["swa_norm"]))
+
+
 def test_a_model_of_the_hub_is_imported_through_its_cache(tmp_path):
     folder = write("swa_norm", tmp_path / "x", max_bytes=8_000)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     hub = fake_hub.Hub("lab/model", files | {"README.md": b"x", "model.bin": b"x"})
     with fake_hub.serve(hub) as address:
-        places = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home")}
-        environment = commands.cpu_environment(**places) | {"NO_PROXY": "127.0.0.1"}
-        environment.pop("HF_HUB_OFFLINE", None)
-        commands.output(*IMPORT, "lab/model@main", tmp_path / "run", env=environment)
-        refusal = commands.refused(*IMPORT, "lab/none", tmp_path / "no", env=environment, status=3)
-        assert "lab/none is not there, or private" in refusal
+        environment = _network(tmp_path / "home", HF_ENDPOINT=address)
+        _import("lab/model@main", tmp_path / "run", environment)
+        _import("lab/none", tmp_path / "no", environment, "lab/none is not there, or private")
     asked = {path.rpartition("/")[2] for _, path in hub.asked if "/resolve/" in path}
     assert asked == {*files}
-    offline = environment | {"HF_HUB_OFFLINE": "1"}
-    commands.output(*IMPORT, "lab/model", tmp_path / "again", env=offline)
-    for name in ("run", "again"):
-        assert_same(load_params(tmp_path / name).params, params_of(MODELS["swa_norm"]))
+    _import("lab/model", tmp_path / "again", environment | {"HF_HUB_OFFLINE": "1"})
     assert "no checkpoint" in commands.refused(*IMPORT, "nowhere", tmp_path / "no", status=3)
 
 
 def test_a_model_of_a_file_server_is_imported_through_the_cache(tmp_path):
     folder = write("swa_norm", tmp_path / "served" / "x", max_bytes=8_000)
     assert len([*folder.glob("*.safetensors")]) > 1
-    asked = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, form, *values):
-            asked.append(values[0] if values else form)
+        def log_message(self, *_):
+            pass
 
     make = functools.partial(Handler, directory=str(tmp_path / "served"))
-    environment = commands.cpu_environment(HF_HOME=str(tmp_path / "home"))
-    environment |= {"NO_PROXY": "127.0.0.1"}
-    environment.pop("HF_HUB_OFFLINE", None)
-    expected = params_of(MODELS["swa_norm"])
+    environment, missing = _network(tmp_path / "home"), tmp_path / "no"
     with fake_hub.served(make) as address:
-        commands.output(*IMPORT, f"{address}/x/", tmp_path / "run", env=environment)
+        _import(f"{address}/x/", tmp_path / "run", environment)
         cached = sorted((tmp_path / "home" / "servers").glob("*/*"))
         assert {x.name for x in cached} == {x.name for x in folder.iterdir()}
         times = [x.stat().st_mtime_ns for x in cached]
         # A file of another time is read again, the others are not.
         (weights, *_) = folder.glob("*.safetensors")
         cached[[x.name for x in cached].index(weights.name)].write_bytes(b"old")
-        commands.output(*IMPORT, f"{address}/x", tmp_path / "new", env=environment)
+        _import(f"{address}/x", tmp_path / "new", environment)
         assert [x.stat().st_mtime_ns for x in cached] == times
-        line = (*IMPORT, f"{address}/none", tmp_path / "no")
-        assert "none has no " in commands.refused(*line, env=environment, status=3)
+        _import(f"{address}/none", missing, environment, "none has no ")
         weights.unlink()
-        line = (*IMPORT, f"{address}/x", tmp_path / "no")
-        refusal = commands.refused(*line, env=environment, status=3)
-        assert f"has no {weights.name}: is it a model's folder?" in refusal
-    line = (*IMPORT, f"{address}/x", tmp_path / "no")
-    assert "cannot be downloaded" in commands.refused(*line, env=environment, status=3)
-    offline = environment | {"HF_HUB_OFFLINE": "1"}
-    commands.output(*IMPORT, f"{address}/x", tmp_path / "again", env=offline)
-    for name in ("run", "new", "again"):
-        assert_same(load_params(tmp_path / name).params, expected)
-    assert not (tmp_path / "no").exists()
+        words = f"has no {weights.name}: is it a model's folder?"
+        _import(f"{address}/x", missing, environment, words)
+    _import(f"{address}/x", missing, environment, "cannot be downloaded")
+    _import(f"{address}/x", tmp_path / "again", environment | {"HF_HUB_OFFLINE": "1"})
+
+
+ENVIRONMENTS = ROOT / ".venv/transformers"
+# The published sum, the delta rule with a gated decay, full attention, IP-TTT.
+NAMES = ("published", "corrected", "continued", "embeddings")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Exports with prompts of other lengths and our greedy tokens after them."""
+    place = tmp_path_factory.mktemp("exports")
+    for name in NAMES:
+        folder = write(name, place / name, vocab_size=ByteTokenizer.vocab_size)
+        for file, text in text_files(ByteTokenizer(), {}).items():
+            write_whole(folder / file, text)
+        config = MODELS[name].replace(vocab_size=ByteTokenizer.vocab_size)
+        rng = np.random.default_rng(3)
+        prompts = [np.array([ByteTokenizer.bos_id, *rng.integers(0, 256, n)]) for n in (22, 8, 16)]
+        requests = [Request(tokens=x, max_new_tokens=15, stop_tokens=()) for x in prompts]
+        model, tokens = inference_model(with_params(config, params_of(config))), [[], [], []]
+        for event in Generation(model, ByteTokenizer(), requests):
+            tokens[event.row].append(event.token)
+        named = {f"prompt{i}": prompt for i, prompt in enumerate(prompts)}
+        np.savez(folder / "expected.npz", tokens=tokens, **named)
+    return place
+
+
+@pytest.mark.parametrize("version", TRIED)
+def test_an_export_is_right_or_refuses(version, folders, tmp_path):
+    if not (ENVIRONMENTS / version).is_dir():
+        pytest.skip(f"no transformers {version}: run make transformers")
+    places = {"PYTHONPATH": str(ENVIRONMENTS / version), "HF_HOME": str(tmp_path)}
+    result = subprocess.run(
+        [ENVIRONMENTS / "torch/bin/python", ROOT / "tests/hugging_face/properties.py", folders],
+        env=os.environ | places | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr[-2000:]

@@ -9,9 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from checks import refused
 from safetensors.numpy import save_file
 
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.errors import DataError
 from ttcd_jax.interop.weight_files import INDEX, SINGLE, open_weights, write_safetensors
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -49,13 +50,9 @@ def _entry(shape=(2,), begin=0, end=8, dtype="F32"):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
-def _refused(path: Path, *words: str) -> None:
-    with pytest.raises(DataError) as caught:
-        dict(open_weights(path))
-    message = str(caught.value)
-    assert "\n" not in message
+def _refused(path: Path, words: str = "") -> None:
+    message = refused(f"{path.name}|{words}", lambda: dict(open_weights(path)), error=DataError)
     assert len(message) < 1500
-    assert all(word in message for word in (path.name, *words)), message
 
 
 @pytest.mark.parametrize("max_bytes", [10**9, 60, 1])
@@ -68,38 +65,39 @@ def test_what_is_written_is_read_again_bit_for_bit(tmp_path, max_bytes):
 
 
 HEADERS = {
-    "overlap": ({"a": _entry(), "b": _entry((1,), 4, 8)}, ["`b`"]),
-    "hole": ({"a": _entry((1,), 4, 8)}, ["`a`"]),
-    "left_over": ({"a": _entry((1,), 0, 4)}, ["not fully covered"]),
-    "out_of_range": ({"a": _entry((4,), 0, 16)}, ["not fully covered"]),
-    "bytes_too_few": ({"a": _entry((3,))}, ["invalid shape"]),
-    "shape_overflows": ({"a": _entry((2**40, 2**40))}, ["overflow"]),
-    "deep": (b'{"a": ' + b"[" * 200_000, ["recursion"]),
-    "quoted": ({"\n" * 5000: _entry((2,), 8, 0)}, ["invalid offset"]),
+    "overlap": ({"a": _entry(), "b": _entry((1,), 4, 8)}, "`b`"),
+    "hole": ({"a": _entry((1,), 4, 8)}, "`a`"),
+    "left_over": ({"a": _entry((1,), 0, 4)}, "not fully covered"),
+    "out_of_range": ({"a": _entry((4,), 0, 16)}, "not fully covered"),
+    "bytes_too_few": ({"a": _entry((3,))}, "invalid shape"),
+    "shape_overflows": ({"a": _entry((2**40, 2**40))}, "overflow"),
+    "deep": (b'{"a": ' + b"[" * 200_000, "recursion"),
+    "quoted": ({"\n" * 5000: _entry((2,), 8, 0)}, "invalid offset"),
     # What the library accepts:
     "twice": (
         b'{"a": %(entry)b, "a": %(entry)b}' % {b"entry": json.dumps(_entry()).encode()},
-        ["twice"],
+        "twice",
     ),
-    "float64": ({"a": _entry((1,), dtype="F64")}, ["'a'", "F64", "save"]),
-    "integers": ({"a": _entry((1,), dtype="I64")}, ["'a'", "I64"]),
-    "bools": ({"a": _entry((8,), dtype="BOOL")}, ["'a'", "BOOL"]),
-    "terminal_name": ({"\x1b[2J": _entry()}, ["name"]),
-    "long_name": ({"a" * 5000: _entry()}, ["name"]),
+    "float64": ({"a": _entry((1,), dtype="F64")}, "'a'|F64|save"),
+    "integers": ({"a": _entry((1,), dtype="I64")}, "'a'|I64"),
+    "bools": ({"a": _entry((8,), dtype="BOOL")}, "'a'|BOOL"),
+    "terminal_name": ({"\x1b[2J": _entry()}, "name"),
+    "long_name": ({"a" * 5000: _entry()}, "name"),
 }
 
 
 @pytest.mark.parametrize("kind", HEADERS)
 def test_a_malformed_header_is_refused(tmp_path, kind):
     header, words = HEADERS[kind]
-    _refused(_write(tmp_path / "x.safetensors", header, bytes(8)), *words)
+    _refused(_write(tmp_path / "x.safetensors", header, bytes(8)), words)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x00" * 5, pickle.dumps({"a": 1}), b"PK\x03\x04" * 20])
-def test_what_is_no_safetensors_file_is_refused(tmp_path, data):
+def test_what_is_no_safetensors_file_or_takes_long_to_parse_is_refused(tmp_path):
     path = tmp_path / "x.safetensors"
-    path.write_bytes(data)
-    _refused(path)
+    for data in (b"", b"\x00" * 5, pickle.dumps({"a": 1}), b"PK\x03\x04" * 20):
+        path.write_bytes(data)
+        _refused(path)
+    _refused(_write(path, b"{" * 20_000_001, b"-"), "20,000,001 bytes")
 
 
 def test_headers_of_all_lengths_are_read(tmp_path):
@@ -116,10 +114,6 @@ def test_headers_of_all_lengths_are_read(tmp_path):
         assert open_weights(_write(path, header.ljust(length), bytes(8)))["a"].sum() == 0
 
 
-def test_a_header_that_takes_long_to_parse_is_refused(tmp_path):
-    _refused(_write(tmp_path / "x.safetensors", b"{" * 20_000_001, b"-"), "20,000,001 bytes")
-
-
 FIRST, SECOND = (f"model-0000{number}-of-00004.safetensors" for number in (1, 2))
 
 
@@ -127,22 +121,21 @@ FIRST, SECOND = (f"model-0000{number}-of-00004.safetensors" for number in (1, 2)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])
 def test_what_is_not_finite_is_refused_by_name(tmp_path, value, dtype):
     write_safetensors(tmp_path, {"good": np.ones(2, dtype), "bad": np.array([1, value], dtype)})
-    with pytest.raises(DataError, match=r"'bad'.*NaN or infinity"):
-        dict(open_weights(tmp_path))
+    refused("'bad'|NaN or infinity", lambda: dict(open_weights(tmp_path)), error=DataError)
     assert open_weights(tmp_path)["good"].sum() == 2
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model.b": "../x.safetensors"}, ["plain"]),
-        ({"model.b": "/etc/passwd"}, ["plain"]),
-        ({"model.b": ".safetensors"}, ["plain"]),
-        ({"model.b": 3}, ["plain"]),
-        ({"model.b": "gone.safetensors"}, ["gone.safetensors", "missing"]),
-        ({"model.b": FIRST}, ["'model.b'", "the index says model-00001"]),
-        ({"model.new": FIRST}, ["'model.new'", "in None"]),
-        ({"model.b": None}, ["'model.b'", "the index says None"]),
+        ({"model.b": "../x.safetensors"}, "plain"),
+        ({"model.b": "/etc/passwd"}, "plain"),
+        ({"model.b": ".safetensors"}, "plain"),
+        ({"model.b": 3}, "plain"),
+        ({"model.b": "gone.safetensors"}, "gone.safetensors|missing"),
+        ({"model.b": FIRST}, "'model.b'|model-00001"),
+        ({"model.new": FIRST}, "'model.new'|in None"),
+        ({"model.b": None}, "'model.b'|None"),
     ],
 )
 def test_a_malformed_index_is_refused(tmp_path, changes, words):
@@ -151,7 +144,7 @@ def test_a_malformed_index_is_refused(tmp_path, changes, words):
     source["weight_map"] |= changes
     source["weight_map"] = {k: v for k, v in source["weight_map"].items() if v is not None}
     (tmp_path / INDEX).write_text(json.dumps(source))
-    _refused(tmp_path, *words)
+    _refused(tmp_path, words)
 
 
 def test_shards_that_leave_the_folder_or_share_a_tensor_are_refused(tmp_path):
@@ -161,16 +154,14 @@ def test_shards_that_leave_the_folder_or_share_a_tensor_are_refused(tmp_path):
     shard = folder / SECOND
     shard.unlink()
     shard.symlink_to(outside / shard.name)
-    with pytest.raises(DataError, match="link that leaves its folder"):
-        open_weights(folder)
+    _refused(folder, "link that leaves its folder")
     shard.unlink()
     shard.write_bytes((folder / FIRST).read_bytes())
-    with pytest.raises(DataError, match=r"is in .* and in"):
-        open_weights(folder)
+    _refused(folder, "is in | and in")
 
 
 def test_folders_without_or_with_two_checkpoints_are_refused(tmp_path):
-    _refused(tmp_path, SINGLE, INDEX)
+    _refused(tmp_path, f"{SINGLE}|{INDEX}")
     _refused(tmp_path / "none")
     (tmp_path / ".metadata").write_bytes(b"")
     _refused(tmp_path, "dcp_to_torch")
@@ -183,8 +174,7 @@ def test_folders_without_or_with_two_checkpoints_are_refused(tmp_path):
 def test_a_torch_file_needs_torch(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
-    with pytest.raises(UserError, match=r"torch is not installed.*\.safetensors"):
-        open_weights(tmp_path)
+    refused("torch is not installed|.safetensors", open_weights, tmp_path)
 
 
 def test_random_damage_is_refused_or_harmless(tmp_path):

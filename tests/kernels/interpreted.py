@@ -20,11 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import triton_interpreter
-from ttcd_kernels import (
-    decode_attention_with_lse,
-    dual_window_attention_with_lse,
-    launch,
-)
+from ttcd_kernels import decode_attention_with_lse, dual_window_attention_with_lse, launch
 from ttcd_kernels.decode import triton_call as decode_call
 from ttcd_kernels.decode import tuning as decode_tuning
 from ttcd_kernels.dual_window import triton_call as dual_window_call

@@ -129,7 +129,7 @@ def test_a_failure_ends_the_command_with_an_error(processes, cache, tmp_path):
     check.main(["--op", "decode"])
     assert not cache.exists()  # a part of the kernels only
     check.main([])
-    assert verified.passed() == [verified.facts(90)]
+    assert verified.passed() == [verified.conditions(90)]
 
 
 def test_a_check_goes_on_and_tries_again_what_was_lost(processes, tmp_path, capsys):

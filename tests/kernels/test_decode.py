@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, draw
-from interpreting import check_errors
-from launched import launched_kernels
+from devices import check_errors, launched_kernels
 from ttcd_kernels import dual_window_attention_with_lse, launch
 from ttcd_kernels.decode import bench, triton_call
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
@@ -96,10 +95,7 @@ def _definition(*operands, teacher_window, student_window, scale=8**-0.5):
     return definitions.decode(*operands, Windows(teacher_window, student_window, scale))
 
 
-FORMS = {
-    "definition": _definition,
-    "xla": partial(decode_attention_with_lse, implementation="xla"),
-}
+FORMS = {"definition": _definition, "xla": partial(decode_attention_with_lse, implementation="xla")}
 
 
 def _rings(positions, N, K, W, dtype=None):

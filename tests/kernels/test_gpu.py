@@ -39,7 +39,7 @@ def test_each_kernel_runs_alone(op, case, tmp_path):
     turn = tmp_path / "turn"
     turn.touch()
     (found,) = (x for x in OPS[op].SHAPES["parity"] if x.name == case)
-    for kernel, tile in OPS[op].tuning(found)._asdict().items():
+    for kernel, tile in tune.table_of(OPS[op], found)._asdict().items():
         row = tune.measured(Job(op, "parity", case, kernel, ",".join(map(str, tile))), str(turn))
         assert row["note"] == tune.TABLE
         assert row["ms"] > 0

@@ -5,6 +5,7 @@ Run as a program with a list of cases, the file prints a JSON line of errors eac
 needs its own process, with a thread for every warpgroup.
 """
 
+import functools
 import json
 import re
 import sys
@@ -15,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, draw
+from checks import assert_close, draw, refused
 from devices import printed
 from jax.experimental.pallas import mosaic_gpu
 from ttcd_kernels import launch
-from ttcd_kernels.dual_window import mosaic_call, triton_call
-from ttcd_kernels.dual_window.cotangents import Residuals
-from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile, MosaicTuning
+from ttcd_kernels.dual_window import mosaic_call, xla
+from ttcd_kernels.dual_window.cotangents import Residuals, backward_operands
+from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile, Tuning
 from ttcd_kernels.windows import Windows
 
 KERNELS = ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
@@ -81,7 +82,7 @@ def _errors(case):
     operands = draw(0, q, k, k, dtype=dtype)
     cotangents = *draw(1, q, q, dtype=dtype), *draw(2, row, row, dtype="float32")
     windows = Windows(case["teacher"], case["student"], H**-0.5)
-    tuning = MosaicTuning(*(MosaicTile(*tile) for tile in case.get("tiles", MOSAIC_TILES[H])))
+    tuning = Tuning(*(MosaicTile(*tile) for tile in case.get("tiles", MOSAIC_TILES[H])))
     options = {"tuning": tuning, "interpret": mosaic_gpu.InterpretGPUParams(detect_races=True)}
 
     @jax.jit
@@ -89,7 +90,7 @@ def _errors(case):
         found = mosaic_call.launch_forward(windows, *operands, ids, **options)
         if not case.get("has_gradients", True):
             return found
-        saved = triton_call.backward_operands(Residuals(*operands, ids, *found), cotangents)
+        saved = backward_operands(Residuals(*operands, ids, *found), cotangents)
         return found + mosaic_call.launch_backward(windows, *saved, **options)
 
     @jax.jit
@@ -124,14 +125,10 @@ def test_results_are_those_of_the_definition_and_nothing_races(name):
             assert error < steps * step, (case, line)
 
 
-def _define(windows, q, k, v, segment_ids):
-    """The definition in place of the launch."""
-    return definitions.dual_window(q, k, v, segment_ids, windows)
-
-
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
 def test_gradients_pass_through_all_four_results(monkeypatch, transform):
     monkeypatch.setattr(mosaic_call, "launch_forward", _define)
+    monkeypatch.setattr(mosaic_call, "launch_backward", xla.gradients)
     qkv = draw(0, (2, 1, 24, 4, 64), *[(2, 1, 40, 2, 64)] * 2)
     if transform is jax.jit:
         qkv = [x[0] for x in qkv]
@@ -155,37 +152,34 @@ def _shapes(length, num_heads, num_kv_heads, head_dim, dtype=jnp.bfloat16) -> tu
     return q, k, k
 
 
-@pytest.mark.parametrize(
-    ("shapes", "windows"),
-    [(_shapes(65_536, 16, 8, 128), (8192, 4096)), (_shapes(32_768, 24, 24, 64), (2048, 1024))],
-    ids=["paper", "from scratch"],
-)
-def test_the_call_lowers_to_one_kernel_for_hopper(shapes, windows):
-    def attend(q, k, v):
-        return mosaic_call.dual_window(q, k, v, None, Windows(*windows, q.shape[-1] ** -0.5))
+def _attend(windows, q, k, v):
+    return mosaic_call.dual_window(q, k, v, None, Windows(*windows, q.shape[-1] ** -0.5))
 
+
+def _gradient(windows, q, k, v):
+    results, pull = jax.vjp(functools.partial(_attend, windows), q, k, v)
+    return pull(results)
+
+
+@pytest.mark.parametrize(
+    ("call", "shapes", "windows"),
+    [
+        (_attend, _shapes(65_536, 16, 8, 128), (8192, 4096)),  # of the paper
+        (_attend, _shapes(32_768, 24, 24, 64), (2048, 1024)),  # from scratch
+        (_gradient, _shapes(1024, 2, 1, 64), (256, 128)),
+    ],
+)
+def test_the_call_lowers_to_one_kernel_for_hopper_and_the_gradient_to_two_more(
+    call, shapes, windows
+):
     with launch.compiling_for(90):
         assert mosaic_call.unsupported(*shapes) is None
-        lowered = jax.jit(attend).trace(*shapes).lower(lowering_platforms=("cuda",))
-    text = lowered.as_text()
-    assert re.findall(r"custom_call @(\w+)", text) == ["mosaic_gpu_v2"]
-    assert text.count("dual_window_forward_mosaic_gpu") == 1
-    assert "stablehlo.pad" not in text  # whole tiles need none
-
-
-def test_the_gradient_adds_two_kernels():
-    def gradient(q, k, v):
-        def attend(q, k, v):
-            return mosaic_call.dual_window(q, k, v, None, Windows(256, 128, 0.1))
-
-        results, pull = jax.vjp(attend, q, k, v)
-        return pull(results)
-
-    with launch.compiling_for(90):
-        traced = jax.jit(gradient).trace(*_shapes(1024, 2, 1, 64))
+        traced = jax.jit(functools.partial(call, windows)).trace(*shapes)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert re.findall(r"custom_call @(\w+)", text) == ["mosaic_gpu_v2"] * 3
-    assert [text.count(f"{name}_mosaic_gpu") for name in KERNELS] == [1] * 3
+    kernels = KERNELS if call is _gradient else KERNELS[:1]
+    assert re.findall(r"custom_call @(\w+)", text) == ["mosaic_gpu_v2"] * len(kernels)
+    assert [text.count(f"{name}_mosaic_gpu") for name in kernels] == [1] * len(kernels)
+    assert call is _gradient or "stablehlo.pad" not in text  # whole tiles need none
 
 
 def test_what_the_kernel_cannot_take_is_refused_before_launch(monkeypatch):
@@ -197,11 +191,9 @@ def test_what_the_kernel_cannot_take_is_refused_before_launch(monkeypatch):
     with launch.compiling_for(90):
         assert mosaic_call.unsupported(*qkv, None) is None
         assert "head dim 32 is not one of 64, 128" in reason(*_shapes(128, 2, 1, 32))
-        assert "float32, float32, float32: they must be" in reason(
-            *_shapes(128, 2, 1, 64, jnp.float32)
-        )
-        mixed = qkv[0], *_shapes(128, 2, 1, 64, jnp.float16)[1:]
-        assert "bfloat16, float16, float16" in reason(*mixed)
+        wide, mixed = (_shapes(128, 2, 1, 64, dtype) for dtype in (jnp.float32, jnp.float16))
+        assert "float32, float32, float32: they must be" in reason(*wide)
+        assert "bfloat16, float16, float16" in reason(qkv[0], *mixed[1:])
         for version, is_refused in ((12_060, False), (12_090, True), (13_000, False)):
             monkeypatch.setattr(mosaic_call, "_toolkit", lambda version=version: version)
             assert (f"CUDA {version}" in reason(*qkv)) == is_refused
@@ -210,12 +202,10 @@ def test_what_the_kernel_cannot_take_is_refused_before_launch(monkeypatch):
             assert f"compute capability {capability}, not 90" in reason(*qkv)
     if jax.default_backend() != "gpu":
         assert "there is no NVIDIA GPU" in reason(*qkv)
-
-
-def test_a_scale_that_turns_the_order_of_scores_round_is_refused():
-    q, k, v = (jnp.zeros(x.shape, x.dtype) for x in _shapes(128, 2, 1, 64))
-    with pytest.raises(ValueError, match=r"scale is -0.1, the Mosaic kernel needs one above 0"):
-        mosaic_call.dual_window(q, k, v, None, Windows(16, 8, -0.1))
+    # A scale that turns the order of scores round.
+    zeros = (jnp.zeros(x.shape, x.dtype) for x in qkv)
+    windows, words = Windows(16, 8, -0.1), "scale is -0.1|above 0"
+    refused(words, mosaic_call.dual_window, *zeros, None, windows, error=ValueError)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The convolved residual: its composition in XLA against definitions."""
+"""The convolved residual in XLA against definitions, and the norm of its keys."""
 
 import functools
 
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, assert_same, draw
-from ttcd_kernels.normalize import PUBLISHED_ZERO_SLOPE, l2_normalize
+from checks import assert_close, assert_same, distance, draw
+from ttcd_kernels.normalize import NORM_EPS, PUBLISHED_ZERO_SLOPE, l2_normalize
 from ttcd_kernels.short_conv import short_conv, short_conv_residual
 
 B, C, L, F = 2, 3, 7, 5
@@ -77,17 +77,13 @@ def test_gradients_of_the_composition_are_those_of_the_definition(
     assert_close(*gradients())
 
 
-def test_one_document_needs_no_segments(float64):
+def test_identity_taps_pass_everything_through_and_one_document_needs_no_segments(float64):
     x, taps = draw(0, (1, 2, 7, F), (5, F))
-    conv = functools.partial(short_conv, is_causal=True)
-    assert_same(conv(x, taps, segment_ids=jnp.ones((1, 2, 7), int)), conv(x, taps))
-
-
-def test_identity_taps_pass_everything_through():
-    (x,) = draw(0, (1, 2, 7, F))
     last, middle = jnp.zeros((2, 5, F)).at[0, 4].set(1).at[1, 2].set(1)
     assert_same(short_conv(x, last, is_causal=True), x)
     assert_same(short_conv(x, middle, is_causal=False), x)
+    conv = functools.partial(short_conv, x, taps, is_causal=True)
+    assert_same(conv(segment_ids=jnp.ones((1, 2, 7), int)), conv())
 
 
 @pytest.mark.parametrize("slope", [1.0, PUBLISHED_ZERO_SLOPE])
@@ -117,3 +113,29 @@ def test_each_convolution_is_rounded_once_and_the_rest_starts_from_that(is_causa
         found = form(z_teacher, z_student, *taps, **facts)
         assert_same(found[:2], (target - student, target))
         assert_close(found[2], l2_normalize(student), 0 if name == "xla" else 2**-8)
+
+
+@pytest.mark.parametrize("slope", [1.0, PUBLISHED_ZERO_SLOPE])
+@pytest.mark.parametrize("length", [0.0, 0.5 * NORM_EPS])
+def test_below_the_smallest_norm_the_slope_is_the_one_asked_for(slope, length):
+    x = jnp.zeros(4).at[0].set(length)
+    assert_close(l2_normalize(x, slope), x / NORM_EPS)
+    assert_close(jax.jacobian(l2_normalize)(x, slope), slope * jnp.eye(4))
+
+
+def test_the_published_slope_is_the_exact_derivative_below_the_smallest_norm(float64):
+    x, step = jnp.array([0.3e-6, 0.0]), 1e-8
+    numeric = (l2_normalize(x + step) - l2_normalize(x - step)) / (2 * step)
+    slope = jax.jvp(lambda x: l2_normalize(x, PUBLISHED_ZERO_SLOPE), (x,), (jnp.ones(2),))[1]
+    assert distance(slope, numeric) < 1e-6
+
+
+def test_zero_vectors_do_not_disturb_their_neighbours_and_narrow_ones_are_normalised_wide():
+    (x,) = draw(0, (2, 4))
+    gradient = jax.grad(lambda x: l2_normalize(x).sum())
+    assert_close(gradient(x.at[0].set(0))[1], gradient(x)[1])
+    assert np.isfinite(gradient(x.at[0].set(0))).all()
+    (x,) = draw(0, (64, 256), dtype=jnp.bfloat16)
+    unit = l2_normalize(x)
+    assert unit.dtype == jnp.bfloat16
+    assert_close(unit, l2_normalize(x.astype(jnp.float32)), 2**-8)

@@ -12,7 +12,7 @@ import commands
 import jax
 import jax.numpy as jnp
 import pytest
-from launched import launched_kernels
+from devices import launched_kernels
 from ttcd_kernels import bench, cases, launch, machine_code, measure, tune
 from ttcd_kernels.bench import OPS
 from ttcd_kernels.decode import tuning as decode_tuning
@@ -42,7 +42,7 @@ def launched(hopper, monkeypatch):
 
     def stand_in(kernel, *args, out_shape, num_warps, num_stages, **constants):
         options = {"num_warps": num_warps, "num_stages": num_stages, "out_shape": out_shape}
-        if launch._RECORD.get() is not None:
+        if launch._RECORD.get(None) is not None:
             return real(kernel, *args, **options, **constants)
         kernel.signature.bind(
             *args, *out_shape, **{k: constants[k] for k in constants if k != "grid"}
@@ -76,7 +76,7 @@ def turn(tmp_path):
 )
 def test_a_kernel_is_timed_alone(op, case, kernel, arrays, launched, turn, capsys):
     (found,) = (x for x in OPS[op].SHAPES["parity"] if x.name == case)
-    tile = getattr(OPS[op].tuning(found), kernel)
+    tile = getattr(tune.table_of(OPS[op], found), kernel)
     tune.main(["--job", *_job(op, case, kernel, tile), "--turn", turn])
     row = json.loads(capsys.readouterr().out)
     assert row["ms"] > 0
@@ -98,12 +98,12 @@ def test_a_kernel_is_timed_alone(op, case, kernel, arrays, launched, turn, capsy
 def test_a_recorded_launch_is_lowered_as_the_first_was(op):
     case = OPS[op].SHAPES["paper"][0]
     with launch.compiling_for(90):
-        tuning = OPS[op].tuning(case)
-    for kernel in KERNELS[op]:
-        launched = tune._launch(OPS[op], case, kernel, tuning, 90)
-        function, shapes = machine_code.alone(launched, OPS[op].integers(case, launched))
-        (name,) = launched_kernels(function, *shapes, capability=90)
-        assert name.endswith(kernel)
+        table = tune.table_of(OPS[op], case)
+    *_, make = measure.directions(OPS[op], case).values()
+    whole, shapes = make(OPS[op].with_tuning(case, table)), OPS[op].operand_shapes(case)
+    for launched in machine_code.launches(whole, shapes, 90)[: len(KERNELS[op])]:
+        function, floats = machine_code.alone(launched, OPS[op].integers(case, launched))
+        assert launched_kernels(function, *floats, capability=90) == [launched.kernel.__name__]
 
 
 def test_a_tile_that_spills_or_does_not_fit_is_not_timed(launched, turn):
@@ -120,7 +120,7 @@ def test_a_tile_that_the_gpu_refuses_is_noted(launched, turn, monkeypatch):
     stand_in = launch.launch
 
     def refuses(*args, **options):
-        if launch._RECORD.get() is None:
+        if launch._RECORD.get(None) is None:
             raise RuntimeError("out of resources")
         return stand_in(*args, **options)
 
@@ -175,7 +175,7 @@ def processes(hopper, monkeypatch):
         seen.append(job)
         if job.tile == "32,128,4,2":
             return job._asdict() | {"note": "failed: no result (exit status -11): "}
-        table = OPS[job.op].tuning(OPS[job.op].SHAPES["paper"][0])
+        table = tune.table_of(OPS[job.op], OPS[job.op].SHAPES["paper"][0])
         is_table = job.tile == ",".join(map(str, getattr(table, job.kernel)))
         ms = 10.0 if is_table else float(job.tile.split(",")[2])
         return job._asdict() | {"ms": ms, "note": tune.TABLE if is_table else ""}
@@ -196,7 +196,7 @@ def test_every_tile_of_every_kernel_is_tried_and_the_best_named(processes, tmp_p
     report = json.loads(file.read_text())
     assert len(report["rows"]) == len(seen)
     for table, group in tune._by_kernel(report["rows"]):
-        assert table["ms"] == 10
+        assert table == 10
         assert [row["ms"] for row in group[:2]] == [4, 4]
         assert group[-1]["note"] == "failed: no result (exit status -11): "
     first = tune.ranked(report["rows"])[0]
@@ -233,12 +233,13 @@ from ttcd_kernels import launch, tune
 from ttcd_kernels.decode import bench
 real = launch.launch
 def stand_in(*args, out_shape, **options):
-    if launch._RECORD.get() is not None:
+    if launch._RECORD.get(None) is not None:
         return real(*args, out_shape=out_shape, **options)
     return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
 launch.launch = stand_in
 bench.SHAPES["tiny"] = bench.SHAPES["parity"][2:3]
-bench.CANDIDATES = {"decode_attention": bench.CANDIDATES["decode_attention"][:2]}
+candidates = bench.tuning.CANDIDATES
+candidates["decode_attention"] = candidates["decode_attention"][:2]
 tune.PROGRAM = ("-c", sys.argv.pop(1))
 with launch.compiling_for(90):
     tune.main(sys.argv[1:])

@@ -15,8 +15,7 @@ from ttcd_kernels.dual_window import mosaic_call
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES
 from ttcd_kernels.table import format_table
 
-from tests.machine_code import mosaic
-from tests.machine_code.counts import Counts, compile_kernels
+from tests.machine_code import counts, mosaic
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -31,8 +30,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rows = []
     for op in options.op:
-        for case in bench.OPS[op].SHAPES["aot"]:
-            kernels = compile_kernels(
+        for case in counts.cases(bench.OPS[op]):
+            kernels = counts.compile_kernels(
                 bench.OPS[op], case._replace(dtype=options.dtype), options.capability
             )
             rows += [_row(case.name, kernel) for kernel in kernels]
@@ -41,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(format_table(rows))
 
 
-def _row(variant: str, kernel: Counts) -> measure.Row:
+def _row(variant: str, kernel: counts.Counts) -> measure.Row:
     loops = ", ".join(f"{loop.instructions}" for loop in kernel.loops)
     products = ", ".join(f"{loop.multiply_adds >> 10}" for loop in kernel.loops)
     row = {"variant": variant, **kernel._asdict()}

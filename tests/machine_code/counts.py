@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ttcd_kernels import launch, machine_code, measure
+from ttcd_kernels.decode import bench as decode
+from ttcd_kernels.dual_window import bench as dual_window
 
 # Each compiles to one machine instruction.
 _TENSOR_CORES = re.compile(r"\b(?:(?:wgmma\.mma_async|mma)\.sync|tcgen05\.mma)")
@@ -33,11 +35,29 @@ class Counts(NamedTuple):
     loops: tuple[Loop, ...] = ()
 
 
+def cases(op: Any) -> list[Any]:
+    """A case of `op` for each variant of its kernels. Machine code depends neither on the lengths,
+    longer than any tile, nor on the windows."""
+    sizes: Any = {
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "teacher_window": 8192,
+        "student_window": 4096,
+    }
+    if op is decode:
+        return [decode.Case(f"D{x}", 8, head_dim=x, **sizes) for x in decode.tuning.HEAD_DIMS]
+    return [
+        dual_window.Case(f"D{x}{name}", 65_536, head_dim=x, has_documents=bool(name), **sizes)
+        for x in dual_window.tuning.HEAD_DIMS
+        for name in ("", " documents")
+    ]
+
+
 def compile_kernels(op: Any, case: Any, capability: int) -> list[Counts]:
     """The kernels of a case's forward and gradients, in the order of their launches."""
     with launch.compiling_for(capability):
-        programs = measure.programs(op, case)
-    *_, whole = (program for (_, name), program in programs.items() if name == "triton")
+        *_, make = measure.directions(op, case).values()
+        whole = make(op.implementations(case)["triton"])
     launches = machine_code.launches(whole, op.operand_shapes(case), capability)
     return [_counts(machine_code.compile_launch(x, capability)) for x in launches]
 

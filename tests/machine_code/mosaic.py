@@ -103,12 +103,12 @@ def compile_here(head_dim: int, has_documents: bool) -> None:
     ids = operand(dtype=jnp.int32) if has_documents else None
     windows = Windows(8192, 4096, head_dim**-0.5)
     of_bands = q, row, row, q, row, row
+    backward = functools.partial(mosaic_call.launch_backward, windows)
     with launch.compiling_for(90):
         for function, more in (
-            (mosaic_call.launch_forward, ()),
-            (mosaic_call.launch_backward_q, of_bands),
-            (mosaic_call.launch_backward_kv, of_bands),
+            (functools.partial(mosaic_call.launch_forward, windows), ()),
+            (lambda *arrays: backward(*arrays)[0], of_bands),  # a kernel per program
+            (lambda *arrays: backward(*arrays)[1:], of_bands),
         ):
-            program = jax.jit(functools.partial(function, windows))
-            traced = program.trace(q, k, k, ids, *more)
+            traced = jax.jit(function).trace(q, k, k, ids, *more)
             traced.lower(lowering_platforms=("cuda",)).compile()

@@ -11,11 +11,11 @@ from ttcd_kernels.machine_code import REGISTERS, SHARED_LIMIT
 
 from tests.machine_code import __main__ as machine_code
 from tests.machine_code import mosaic
-from tests.machine_code.counts import Counts, compile_kernels
+from tests.machine_code.counts import Counts, cases, compile_kernels
 
 ATTENTION = ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
 DECODE = ["decode_attention", "decode_merge"]
-CODE = [case for case in dual_window.SHAPES["aot"] if case.head_dim == 64 or not case.has_documents]
+CODE = [case for case in cases(dual_window) if case.head_dim == 64 or not case.has_documents]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_mosaic_multiplies_by_warpgroups_and_spills_no_more(head_dim, has_docume
         assert kernel.shared_bytes <= SHARED_LIMIT[90]
 
 
-@pytest.mark.parametrize("case", decode.SHAPES["aot"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases(decode), ids=lambda case: case.name)
 @pytest.mark.parametrize("capability", [80, 89, 90, 120])
 def test_decode_is_two_kernels_without_spills(capability, case):
     kernel, merging = compile_kernels(decode, case, capability)
@@ -126,7 +126,7 @@ def test_decode_is_two_kernels_without_spills(capability, case):
     assert merging.registers <= 64
 
 
-@pytest.mark.parametrize("case", decode.SHAPES["aot"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases(decode), ids=lambda case: case.name)
 @pytest.mark.parametrize("capability", [89, 120])
 def test_decode_in_float32_fits_in_99_kib(capability, case):
     for kernel in compile_kernels(decode, case._replace(dtype="float32"), capability):
@@ -136,24 +136,23 @@ def test_decode_in_float32_fits_in_99_kib(capability, case):
 
 
 @pytest.mark.parametrize(
-    "facts",
+    ("case", "capability"),
     [
-        {"dtype": "float32"},
-        {"dtype": "float32", "num_heads": 64, "num_kv_heads": 1},
-        {"dtype": "float16", "num_heads": 17, "num_kv_heads": 1},
-        {"num_heads": 64, "num_kv_heads": 1},
-        # Scalars that are 1 become constants of the kernel.
-        {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "teacher_window": 1, "student_window": 1},
+        *((x._replace(dtype="float32"), gpu) for x in decode.SHAPES["aot"] for gpu in (89, 120)),
+        *((decode.SHAPES["aot"][-1]._replace(**changes), 90) for changes in UNUSUAL),
     ],
+    ids=lambda value: getattr(value, "name", None),
 )
 def test_decode_of_unusual_shapes_compiles_without_spills(facts):
-    for kernel in compile_kernels(decode, decode.SHAPES["aot"][-1]._replace(**facts), 90):
+    for kernel in compile_kernels(decode, cases(decode)[-1]._replace(**facts), 90):
         assert kernel.spill_bytes == 0
-        assert kernel.shared_bytes <= 227 * 1024
+        assert kernel.shared_bytes <= SHARED_LIMIT[capability]
+        if capability != 90:
+            assert kernel.registers * 32 * kernel.num_warps <= REGISTERS
 
 
 def test_machine_code_is_reported_by_case(monkeypatch, capsys):
-    monkeypatch.setitem(decode.SHAPES, "aot", decode.SHAPES["aot"][:1])
+    monkeypatch.setattr(decode.tuning, "HEAD_DIMS", (32,))
     machine_code.main(["--op", "decode", "--capability", "80"])
     header, _, kernel, merging = capsys.readouterr().out.splitlines()
     assert header.split()[:-5] == ["variant", *Counts._fields[:-1]]

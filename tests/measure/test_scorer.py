@@ -76,7 +76,7 @@ def test_likelihoods_are_those_of_whole_rows_and_contexts_are_read_once(
     monkeypatch.setattr(
         module,
         "stream",
-        lambda *args: (num_read.append(int(args[3].sum())), _stream(*args))[1],
+        lambda *args, **size: (num_read.append(int(args[3].sum())), _stream(*args, **size))[1],
     )
     found = Scorer(model, batch_size=2).loglikelihoods(requests)
     for (context, rest), result in zip(requests, found, strict=True):

@@ -1,15 +1,15 @@
+"""Chunks and their masks, what a chunk writes, and what is measured of it."""
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_same, draw
+from checks import assert_close, assert_same, draw
 
-from ttcd_jax.memory.chunks import (
-    chunk_segments,
-    from_chunks,
-    masked,
-    memory_mask,
-    to_chunks,
-)
+from ttcd_jax.memory.chunks import chunk_segments, from_chunks, masked, memory_mask, to_chunks
+from ttcd_jax.memory.delta import chunk_delta
+from ttcd_jax.memory.distillation import Distillation, distances, summary
+from ttcd_jax.memory.newton_schulz import newton_schulz
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])
@@ -79,3 +79,71 @@ def test_segments_follow_their_chunks_and_padding_the_last_document():
     assert chunk_segments(None, 4) is None
     ids = chunk_segments(jnp.array([[1, 1, 2, 2, 2]]), 4)
     assert np.asarray(ids).tolist() == [[[1, 1, 2, 2], [2, 2, 2, 2]]]
+
+
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8), (12, 12), (3, 2, 5, 9)])
+def test_newton_schulz_brings_singular_values_near_one(shape, float64):
+    (matrix,) = draw(0, shape)
+    u, before, v = np.linalg.svd(np.asarray(matrix), full_matrices=False)
+    result = newton_schulz(matrix)
+    after = np.linalg.svd(np.asarray(result), compute_uv=False)
+    # Singular values far below the largest have not reached 1 after five iterations.
+    is_large = before > 0.05 * before.max(-1, keepdims=True)
+    assert (np.abs(after[is_large] - 1) < 0.3).all()
+    assert np.median(np.abs(after - 1)) < 0.1
+    # It changes singular values only, never singular vectors.
+    diagonal = np.swapaxes(u, -1, -2) @ np.asarray(result) @ np.swapaxes(v, -1, -2)
+    off = diagonal - np.eye(diagonal.shape[-1]) * diagonal
+    assert np.abs(off).max() < 1e-12
+    assert_close(newton_schulz(matrix.mT), result.mT)
+
+
+def test_newton_schulz_of_nothing_is_nothing_with_a_finite_gradient():
+    matrix = jnp.zeros((2, 4, 6)).at[1].set(draw(0, (4, 6))[0])
+    value, gradient = jax.value_and_grad(lambda m: newton_schulz(m).sum())(matrix)
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
+    assert not np.asarray(newton_schulz(matrix)[0]).any()
+
+
+def test_delta_of_narrow_operands_is_summed_in_the_state_dtype():
+    errors, keys = draw(0, (1, 2, 64, 4), (1, 2, 64, 4), dtype=jnp.bfloat16)
+    delta = chunk_delta(errors, keys, orthogonalizes=False, dtype=jnp.float32)
+    assert delta.dtype == jnp.float32
+    wide = chunk_delta(
+        *(x.astype(jnp.float32) for x in (errors, keys)), orthogonalizes=False, dtype=jnp.float32
+    )
+    assert_close(delta, wide)
+
+
+def test_a_summary_is_over_the_counted_tokens():
+    found = Distillation(
+        teacher=jnp.array([[[2.0, 4.0, 0.0, 1.0]]]),
+        off=jnp.array([[[1.0, 1.0, 1.0, 9.0]]]),
+        on=jnp.array([[[1.0, 0.5, 2.0, 0.0]]]),
+        both=jnp.array([[[0.0, 0.0, 7.0, 9.0]]]),
+        change=jnp.array([[[0.0, 2.0, 5.0, 9.0]]]),
+        is_moved=jnp.array([[[False, True, True, True]]]),
+        cosine=jnp.array([[[1.0, 0.5, -1.0, 1.0]]]),
+    )
+    measures = summary(found, jnp.array([[True, True, True, False]]))
+    assert jax.tree.map(lambda x: round(float(x[0]), 6), measures) == {
+        "gap": (0.5 + 0.25) / 2,
+        "gap_on": (0.5 + 0.125) / 2,
+        "gap_both": 0.0,
+        "cosine": -0.25,
+        "closer": 0.5,
+        "change": 0.25,
+        "loss": 0.5,
+        "loss_on": round((1 + 0.25 + 4) / 6, 6),
+    }
+    nothing = summary(found, jnp.zeros((1, 4), bool))
+    assert all(np.isnan(x).all() for x in nothing.values())
+
+
+def test_a_token_with_nothing_to_read_is_not_moved_whatever_rounding_does():
+    y_teacher, y_student, y = draw(1, *[(1, 2, 3, 6)] * 3, dtype=jnp.float32)
+    ids = jnp.asarray([[[1, 1, 2], [2, 2, 3]]])
+    args = y_teacher, y_student, y, y, y
+    moved = [distances(*args, segments).is_moved.tolist() for segments in (None, ids)]
+    assert moved == [[[[False] * 3, [True] * 3]], [[[False] * 3, [True, True, False]]]]

@@ -4,13 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import (
-    assert_close,
-    dot_operand_types,
-    draw,
-    largest_array,
-    traced,
-)
+from checks import assert_close, dot_operand_types, draw, largest_array, traced
 
 from ttcd_jax.memory.delta_rule import delta_rule, l2_normalize_inside
 

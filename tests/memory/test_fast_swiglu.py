@@ -5,13 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import (
-    TWO_ROWS,
-    assert_close,
-    draw,
-    largest_array,
-    traced,
-)
+from checks import TWO_ROWS, assert_close, draw, largest_array, traced
 
 from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
 from ttcd_jax.memory.fast_swiglu import (
@@ -129,16 +123,11 @@ def test_every_document_learns_alone_by_the_definition(keeps_raw, float64):
     assert_close(ours, theirs, 1e-9)
 
 
-def test_without_momentum_steps_forget_each_other(float64):
-    options, start, tokens = _options(), _start(), _tokens(has_momentum=False)
+@pytest.mark.parametrize("has_momentum", [False, True])
+def test_one_document_needs_no_ids_and_momentum_can_be_off(has_momentum, float64):
+    options, start, tokens = _options(), _start(), _tokens(has_momentum=has_momentum)
     one = np.zeros_like(TWO_ROWS)
     assert_close(_run(options, start, tokens), _definition(options, start, tokens, one), 1e-9)
-
-
-def test_one_document_needs_no_ids(float64):
-    options, start, tokens = _options(), _start(), _tokens()
-    ids = jnp.zeros((B, T), jnp.int32)
-    assert_close(_run(options, start, tokens), _run(options, start, tokens, ids))
 
 
 @pytest.mark.parametrize("size", [1, L - 1, L])

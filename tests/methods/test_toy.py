@@ -4,26 +4,19 @@ import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checks import TWO_ROWS, assert_close, influence, may_see, randomize
 from devices import run_on_devices
-from flax import nnx
-from small_models import CHUNK, D, config_of
-from toy_method import METHOD, ToySettings
+from small_models import CHUNK, TOY, ToySettings, config_of
 
 from experiments import plan
 from experiments.cli import CONFIG_DIR
-from ttcd_jax.inference.decode import decode
-from ttcd_jax.inference.model import inference_model
-from ttcd_jax.inference.prefill import prefill
-from ttcd_jax.inference.state import start_state, state_bytes
+from tests.inference import test_reading
+from tests.models import test_methods
+from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.methods import METHODS
-from ttcd_jax.models.config import TransformerConfig, block_configs, switched_off
-from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.nn.block import Block
+from ttcd_jax.models.config import TransformerConfig, switched_off
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.flops import forward_flops
@@ -37,32 +30,16 @@ TOKENS = np.random.default_rng(0).integers(0, 11, (ROWS, T))
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    monkeypatch.setitem(METHODS, "toy", METHOD)
+    monkeypatch.setitem(METHODS, "toy", TOY)
 
 
 def _config(**changes) -> TransformerConfig:
     return config_of("toy", **changes)
 
 
-def test_a_token_depends_on_its_past_its_row_and_its_document_only(float64):
-    block = randomize(Block, block_configs(_config())[0])
-    h = jnp.asarray(np.random.default_rng(1).standard_normal((*TWO_ROWS.shape, D)))
-    reach = influence(lambda h: block(h, None, jnp.asarray(TWO_ROWS)), h)
-    assert (reach[~may_see(TWO_ROWS)] == 0).all()
-    assert reach[0, -1, 0, 0] > 0, "the memory reaches all of its document"
-
-
-@pytest.mark.parametrize("piece_size", [1, 3, 16])
-def test_pieces_and_single_tokens_give_what_one_pass_over_the_row_gives(piece_size, float64):
-    trained = randomize(Transformer, _config())
-    want = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(trained, jnp.asarray(TOKENS)))
-    model = inference_model(trained)
-    state, split = start_state(model, ROWS), 13
-    logits, state = prefill(model, state, TOKENS[:, :split], piece_size=piece_size)
-    assert_close(logits, want[:, split - 1])
-    for position in range(split, T):
-        logits, state = decode(model, state, TOKENS[:, position])
-        assert_close(logits, want[:, position])
+def test_it_has_the_properties_of_every_method(float64):
+    test_methods.test_a_token_depends_on_its_past_its_row_and_its_document_only("toy")
+    test_reading.test_any_way_to_read_rows_gives_what_one_pass_gives("toy", {})
 
 
 def test_a_step_trains_it(float64):

@@ -7,15 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import (
-    TWO_ROWS,
-    assert_close,
-    assert_same,
-    draw,
-    influence,
-    may_see,
-    randomize,
-)
+from checks import TWO_ROWS, assert_close, assert_same, draw, influence, may_see, randomize
 from flax import nnx
 from small_models import CHUNK, WINDOW, D, config_of
 from ttcd_kernels.short_conv import short_conv

@@ -1,3 +1,6 @@
+"""The whole model: its stack of layers, what it keeps and compiles, distances to its teacher."""
+
+import collections
 import re
 
 import jax
@@ -10,16 +13,20 @@ from checks import (
     assert_same,
     dot_operand_types,
     randomize,
+    refused,
     temporary_bytes,
     traced,
     value_and_gradients,
 )
+from devices import launched_kernels
 from flax import nnx
 from small_models import config_of
 
 from ttcd_jax.axes import LOGICAL_AXES
-from ttcd_jax.models.config import TransformerConfig, block_configs
-from ttcd_jax.models.transformer import Run, Slot, Transformer, scan_plan, slot_of_layer
+from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.models.config import TransformerConfig, block_configs, layers_with_teacher
+from ttcd_jax.models.transformer import Slot, Transformer, scan_plan, slot_of_layer
+from ttcd_jax.nn.row import Row
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.loss import next_token_loss
 
@@ -40,11 +47,6 @@ def _abstract(config) -> Transformer:
     return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
 
 
-def test_a_regular_pattern_is_one_unit_repeated():
-    blocks = block_configs(_config(num_layers=24, fast_layers=(0, 6, 12, 18)))
-    assert scan_plan(blocks) == (Run(blocks[:6], 4),)
-
-
 @pytest.mark.parametrize(
     ("num_layers", "fast_layers", "runs"),
     [
@@ -55,6 +57,7 @@ def test_a_regular_pattern_is_one_unit_repeated():
         (6, (1, 3, 5), [(2, 3)]),
         (7, (0, 1, 5), [(1, 2), (1, 3), (1, 1), (1, 1)]),
         (5, (2,), [(1, 2), (1, 1), (1, 2)]),
+        (24, (0, 6, 12, 18), [(6, 4)]),
     ],
 )
 def test_plans_hold_every_layer_in_order(num_layers, fast_layers, runs):
@@ -74,25 +77,17 @@ def test_every_layer_has_its_own_place_with_its_configuration(fast_layers):
         run = plan[int(place.group.removeprefix("group_"))]
         assert run.unit[int(place.block.removeprefix("block_"))] == blocks[layer]
         assert place.row < run.repeats
-    with pytest.raises(IndexError, match="layer 24 of 24"):
-        slot_of_layer(config, 24)
+    if fast_layers == (0, 6, 12, 18):  # rows count repeats of the unit
+        assert slots[12::11] == [Slot("group_0", "block_0", 2), Slot("group_0", "block_5", 3)]
+    refused("layer 24 of 24", slot_of_layer, config, 24, error=IndexError)
 
 
-def test_rows_of_the_stack_count_repeats_of_the_unit():
-    config = _config(num_layers=24, fast_layers=(0, 6, 12, 18))
-    assert slot_of_layer(config, 12) == Slot("group_0", "block_0", 2)
-    assert slot_of_layer(config, 23) == Slot("group_0", "block_5", 3)
+def _gradients(**changes):
+    def run(model, tokens, ids):
+        hidden, stats = model.forward(tokens, ids)
+        return jnp.concatenate([hidden.ravel(), stats.memory_ratio, stats.gate_mean])
 
-
-def _gradients(tokens=TOKENS, **changes):
-    return value_and_gradients(
-        _model(**changes), lambda m, tokens, ids: _summary(m, tokens, ids), tokens, TWO_ROWS
-    )[:2]
-
-
-def _summary(model, tokens, ids):
-    hidden, stats = model.forward(tokens, ids)
-    return jnp.concatenate([hidden.ravel(), stats.memory_ratio, stats.gate_mean])
+    return value_and_gradients(_model(**changes), run, TOKENS, TWO_ROWS)[:2]
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +116,11 @@ def _gradient_of_loss(config):
     return jax.grad(loss), (params, jax.ShapeDtypeStruct((2, 16), jnp.int32))
 
 
-def _count(config, name):
-    """Equations of one kind in the gradient of a model's loss; abstract."""
-    gradient, args = _gradient_of_loss(config)
-    return sum(eqn.primitive.name == name for eqn in traced(gradient, *args))
+def _products(num_layers, fast_layers, **changes):
+    """Matrix products in the traced gradient: every one of them is compiled."""
+    fields = {"num_layers": num_layers, "fast_layers": fast_layers, "precision": Precision()}
+    gradient, args = _gradient_of_loss(_config(**fields | changes))
+    return sum(eqn.primitive.name == "dot_general" for eqn in traced(gradient, *args))
 
 
 @pytest.mark.parametrize(("remat", "place"), [("block", "float32"), ("offload", "float32<host>")])
@@ -154,23 +150,12 @@ def test_recomputed_blocks_save_memory_also_outside_a_loop():
     assert temp_bytes("block") < 0.7 * temp_bytes("none")
 
 
-def _products(num_layers, fast_layers, **changes):
-    """Matrix products in the traced gradient: every one of them is compiled."""
-    config = _config(
-        num_layers=num_layers, fast_layers=fast_layers, precision=Precision(), **changes
-    )
-    return _count(config, "dot_general")
-
-
 @pytest.mark.parametrize("remat", ["none", "block"])
 def test_twenty_four_layers_are_compiled_as_one_unit(remat):
     deep = _products(24, (0, 6, 12, 18), remat=remat)
     assert deep == _products(12, (0, 6), remat=remat)
     assert deep < 1.1 * _products(6, (0,), remat=remat, scans_layers=False)
-
-
-def test_an_irregular_stack_compiles_a_block_for_each_stretch():
-    assert _products(24, (7,)) == _products(16, (7,))
+    assert _products(24, (7,), remat=remat) == _products(16, (7,), remat=remat)  # a block each
 
 
 def test_copies_of_a_unit_are_drawn_apart():
@@ -203,16 +188,15 @@ def test_every_parameter_names_its_axes(has_tied_head):
 def test_a_tied_head_is_the_embedding(float64):
     shared = {"num_layers": 1, "fast_layers": ()}
     tied, untied = _model(**shared), _model(has_tied_head=False, **shared)
-    tokens = jnp.asarray(TOKENS)
     assert_same(tied.head_weight(), tied.embedding[...])
     assert_same(untied.head_weight(), untied.head[...])
-    untied.head[...] = untied.embedding[...]
     for path in ("group_0", "final_norm"):
         setattr(untied, path, getattr(tied, path))
-    untied.embedding[...] = tied.embedding[...]
-    untied.head[...] = tied.embedding[...]
-    logits, gradient, _ = value_and_gradients(tied, lambda m, x: m(x), tokens)
-    same, apart, _ = value_and_gradients(untied, lambda m, x: m(x), tokens)
+    untied.embedding[...] = untied.head[...] = tied.embedding[...]
+    (logits, gradient, _), (same, apart, _) = (
+        value_and_gradients(model, lambda m, x: m(x), jnp.asarray(TOKENS))
+        for model in (tied, untied)
+    )
     assert logits.shape == (*TOKENS.shape, V)
     assert_close(same, logits)
     assert_close(apart["embedding"] + apart["head"], gradient["embedding"])
@@ -245,19 +229,14 @@ def test_positions_matter_by_their_differences(float64):
     assert_close(run(positions + 100), run(positions), 1e-4)
 
 
-def test_models_without_a_memory_have_no_statistics():
-    model = _model(fast_layers=(), precision=Precision())
-    assert jax.eval_shape(model.forward, jnp.asarray(TOKENS[:, :4]))[1] is None
-
-
 def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
-    def logits(compute):
-        model = _model(precision=Precision(compute=compute), has_qk_norm=True)
-        return model, jax.jit(model)(jnp.asarray(TOKENS))
-
-    narrow, ours = logits("bfloat16")
+    narrow, wide = (
+        _model(precision=Precision(compute=compute), has_qk_norm=True)
+        for compute in ("bfloat16", "float32")
+    )
+    ours, theirs = (jax.jit(model)(jnp.asarray(TOKENS)) for model in (narrow, wide))
     assert ours.dtype == jnp.bfloat16
-    assert_close(ours, logits("float32")[1], 0.06)
+    assert_close(ours, theirs, 0.06)
     graph, params = nnx.split(narrow)
 
     def loss(params, tokens):
@@ -294,3 +273,101 @@ def test_no_tokens_give_no_logits_and_no_gradient(method, shape):
     assert model(tokens, tokens).shape == (*shape, V)
     gradient = nnx.grad(lambda model: model(tokens).sum())(model)
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradient))
+    plain = randomize(Transformer, config_of("swa", precision=Precision()))
+    assert jax.eval_shape(plain.forward, tokens)[1] is None
+
+
+LAYERS = {"num_layers": 4, "fast_layers": (0, 2)}
+
+
+def _teaching(method="ipttcd", **changes):
+    return randomize(Transformer, config_of(method, **LAYERS | changes))
+
+
+def _numbers(found):
+    return found._replace(is_moved=found.is_moved.astype(float))
+
+
+def _found(model):
+    found = nnx.jit(lambda model: model.distillation(jnp.asarray(TOKENS), jnp.asarray(TWO_ROWS)))
+    return _numbers(found(model))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"scans_layers": False}, {"remat": "block"}, {"remat": "none"}], ids=str
+)
+def test_unrolled_and_recomputed_models_have_the_distances_of_the_scanned_one(changes, float64):
+    found = _found(_teaching())
+    assert found.off.shape == (2, *TOKENS.shape)
+    assert_close(_found(_teaching(**changes)), found)
+
+
+def test_every_layer_reports_its_own_distances_in_order(float64):
+    """Against the block of the layer alone, on what the block before it leaves."""
+    model = _teaching(num_layers=2, fast_layers=(0, 1), scans_layers=False)
+    found = _found(model)
+    h = model.embedding[...][jnp.asarray(TOKENS)]
+    graph, params = nnx.split(model.group_0)
+    for layer in range(2):
+        block = nnx.merge(graph, jax.tree.map(lambda x, i=layer: x[i], params)).block_0
+        h, expected = block.forward(
+            h, Row.of(h, None, jnp.asarray(TWO_ROWS), h)._replace(measures=True)
+        )
+        assert_close(jax.tree.map(lambda x, i=layer: x[i], found), _numbers(expected))
+
+
+def test_equal_windows_have_no_gap(float64):
+    found = _found(_teaching("ipttcd_ideal", student_window=4))
+    assert found.off.max() < 1e-12
+    assert found.teacher.min() > 0
+    assert _found(_teaching("ipttcd_ideal")).off.max() > 0.01
+
+
+def test_only_methods_with_a_teacher_have_distances():
+    for method in ("swa", "ipttt", "lact"):
+        assert layers_with_teacher(config_of(method)) == []
+    assert layers_with_teacher(config_of("ipttcd", **LAYERS)) == [0, 2]
+    assert layers_with_teacher(config_of("ipttcd_ideal")) == [0]
+
+
+def test_a_forward_that_is_not_measured_computes_nothing_for_it(float64):
+    """Measured, a layer has nine more products: three with W_base, and delta_w and two of the read,
+    for two kinds of features."""
+    model = _teaching(scans_layers=False)
+
+    def products(run):
+        return sum(eqn.primitive.name == "dot_general" for eqn in traced(run, jnp.asarray(TOKENS)))
+
+    assert products(lambda x: model.distillation(x)) - products(lambda x: model.forward(x)) == 2 * 9
+
+
+ON_GPU = config_of(
+    "ipttcd",
+    vocab_size=64,
+    dim=64,
+    num_layers=4,
+    mlp_dim=96,
+    window=64,
+    student_window=32,
+    fast_layers=(0, 2),  # scanned as two equal units
+    memory=MemoryConfig(chunk_size=32),
+    precision=Precision(),
+)
+
+
+@pytest.mark.parametrize(("remat", "forwards"), [("none", 2), ("dots", 2), ("block", 4)])
+def test_a_step_runs_every_kernel_once_a_layer_and_recomputes_forwards_alone(remat, forwards):
+    """A unit has one fast layer and one plain one, which attends through the same kernels;
+    rematerialization of elementwise parts runs no attention again."""
+    model = nnx.eval_shape(lambda: Transformer(ON_GPU.replace(remat=remat), rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(model)
+    tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+
+    def loss(params, tokens, segment_ids):
+        return nnx.merge(graph, params)(tokens, segment_ids).astype(jnp.float32).sum()
+
+    launched = launched_kernels(jax.grad(loss), params, tokens, tokens, capability=90)
+    assert collections.Counter(launched) == {
+        "dual_window_forward": forwards,
+        **dict.fromkeys(("dual_window_backward_q", "dual_window_backward_kv"), 2),
+    }

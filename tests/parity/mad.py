@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.studies.mad.models import batch_scores
-from experiments.studies.mad.tasks.aligned import key_value_map
-from experiments.studies.mad.tasks.instances import instances
-from experiments.studies.mad.tasks.settings import MADConfig
+from experiments.studies.mad.tasks import MADConfig, instances, key_value_map
 from tests.parity.golden import Comparison, Golden, worst
 from ttcd_jax.errors import DataError
 

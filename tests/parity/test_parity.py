@@ -8,15 +8,11 @@ import commands
 import jax
 import numpy as np
 import pytest
-from checks import assert_same
 from ttcd_kernels import parity
 
 from tests.parity.checks import CHECKS
 from tests.parity.golden import Comparison, Golden, relative_error, worse
-from tests.parity.models import published_config
 from ttcd_jax.errors import DataError
-from ttcd_jax.interop import reference
-from ttcd_jax.models.config import block_configs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(path.name for path in GOLDEN.glob("*.npz"))
@@ -34,22 +30,6 @@ def test_outputs_losses_and_gradients_are_the_published_ones(name, dtype):
     with jax.enable_x64(dtype == "float64"):
         worst = CHECKS[golden.kind](golden, dtype)
     assert worst.ratio <= 1, f"{worst.name}: {worst.error:.1e} of {worst.bound:.1e}"
-
-
-@pytest.mark.parametrize("name", [name for name in FILES if "_model" in name or "_mlp_" in name])
-def test_names_and_layouts_round_trip(name):
-    golden = Golden(GOLDEN / name)
-    tensors = golden.group("param.")
-    if golden.kind.endswith("_model"):
-        config = published_config(golden, "float32")
-        assert reference.reference_shapes(config) == {n: x.shape for n, x in tensors.items()}
-        params = reference.model_from_reference(tensors, config)
-        back = reference.model_to_reference(params, config)
-    else:
-        names = block_configs(published_config(golden, "float64"))[-1].mlp.reference_names
-        params = reference.module_from_reference(tensors, names)
-        back = reference.module_to_reference(params, names)
-    assert_same(dict(sorted(back.items())), dict(sorted(tensors.items())))
 
 
 def _check(golden):

@@ -106,17 +106,6 @@ def test_the_layout_changes_freely(claim):
         claim(CONFIG.replace(model=model.replace(num_layers=CONFIG.model.num_layers + 1)))
 
 
-def test_a_run_killed_before_its_first_checkpoint_goes_on_with_more_of_them(tmp_path):
-    run_dir = f"--run_dir={tmp_path}"
-    rare, often = ("RunConfig.checkpoint_every=" + every for every in ("1000", "2"))
-    line = "launch", *tiny_run.flags(*RECALL, "STEPS=8")
-    commands.output(*line, *tiny_run.params(rare), run_dir)
-    shutil.rmtree(tmp_path / "checkpoints" / "8")
-    change = "--change=RunConfig.checkpoint_every"
-    commands.output(*line, *tiny_run.params(often), run_dir, change)
-    assert [step for step, *_ in tiny_run.losses(tmp_path)] == [*range(1, 9)]
-
-
 def test_a_directory_of_another_command_is_refused(tmp_path):
     RunDirectory(tmp_path).claim({"type": "MADSweepConfig", "recipe": 1}, None, {})
     message = commands.refused("launch", *tiny_run.flags(*RECALL), f"--run_dir={tmp_path}")
@@ -184,29 +173,6 @@ def test_moved_text_goes_on_and_changed_text_does_not(tmp_path):
         message = commands.refused(*line(changed), status=3)
         assert "the training data changed since " in message
         assert directory.read_part("data") == data
-
-
-def test_moved_records_go_on(tmp_path):
-    (tmp_path / "a.txt").write_text("some words on a line\n" * 500)
-    for name, text in (("records", "a.txt"), ("others", "b.txt")):
-        (tmp_path / "b.txt").write_text("other words on a line\n" * 500)
-        places = f"--input={tmp_path / text}", f"--output={tmp_path / name}"
-        commands.output("prepare_data", *places, "--tokenizer=byte")
-    line = (
-        "launch",
-        *tiny_run.flags("text.gin", "STEPS=2", "TEXT='-'"),
-        f"--run_dir={tmp_path / 'run'}",
-    )
-
-    def records(path):
-        data = "RunConfig.data=@RecordsConfig()", f"RecordsConfig.paths='{path}'"
-        return *line, *tiny_run.params(*data, "RecordsConfig.seq_len=16")
-
-    commands.output(*records(tmp_path / "records"))
-    moved = (tmp_path / "records").rename(tmp_path / "moved")
-    assert "is complete at step 2" in commands.output(*records(moved))
-    assert RunDirectory(tmp_path / "run").read_part("data")["paths"] == str(moved)
-    assert "training data changed" in commands.refused(*records(tmp_path / "others"), status=3)
 
 
 def test_every_flipped_bit_of_a_configuration_is_noticed_or_harmless(tmp_path):

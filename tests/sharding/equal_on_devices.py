@@ -10,10 +10,9 @@ import sys
 
 import jax
 import numpy as np
-import toy_method
 from checks import distance, randomize
 from flax import nnx
-from small_models import CHUNK, config_of
+from small_models import CHUNK, TOY, config_of
 
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.registry import register
@@ -25,7 +24,7 @@ from ttcd_jax.train.loss import summed_loss
 from ttcd_jax.train.state import params_shardings, with_params
 
 B, T, V = 8, 64, 32
-register(toy_method.METHOD)
+register(TOY)
 
 
 def config(method: str, **changes) -> TransformerConfig:

@@ -3,19 +3,18 @@
     python -m tests.soak [--faults=500] [--seed=0] [--folder=runs/soak] [--kind=NAME ...]
 
 Trains an IP-TTCD model of a few thousand parameters on records of drawn text, in float64: once
-undisturbed, then in one run directory after the other, launched again after every fault (the table
-in tests/soak/faults.py) until it ends. Then metrics.jsonl has every step once and in order.
+undisturbed by one process and once by two, then in one run directory after the other, launched
+again after every fault (the table in tests/soak/faults.py, of which the suite runs each row once)
+until it ends. Then metrics.jsonl has every step once and in order.
 Losses, norms of the gradient and final parameters are equal bit for bit up to the step at which the
 run was moved to another mesh or number of parts, and to 1e-9 after it. No unfinished file and no
-lock are left, and the run can be evaluated. A process that does not end in 240 s hangs. The full
-disk is a limit of file sizes, and the clock that jumps is Python's.
+lock are left, and the run can be evaluated. A process that does not end in 200 s hangs. The
+clock that jumps is Python's.
 
 A difference is one line with the command that repeats the run, and exit status 1; the files of the
 run are kept.
 """
 
-import gc
-import importlib
 import os
 import shlex
 import sys
@@ -27,8 +26,7 @@ from pathlib import Path
 from absl import flags
 
 from experiments import cli
-from tests.commands import IMPORTED, XLA_FLAGS
-from tests.soak.run import Broken, Forked, Run
+from tests.commands import XLA_FLAGS
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("folder", "runs/soak", "Holds the records, the runs, the compiled programs.")
@@ -40,8 +38,7 @@ flags.DEFINE_multi_string("kind", [], "The faults to draw from; default: all of 
 
 def main(argv: list[str]) -> None:
     folder = Path(FLAGS.folder).absolute()
-    # Set before jax is imported. A fork must find one thread.
-    os.environ |= {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
+    os.environ |= {"JAX_PLATFORMS": "cpu"}  # before jax is imported
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "programs"))
     os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
     from tests.soak.faults import FAULTS
@@ -50,42 +47,35 @@ def main(argv: list[str]) -> None:
     kinds = FLAGS.kind or list(FAULTS)
     if unknown := set(kinds) - set(FAULTS):
         raise UserError(f"--kind: {unknown.pop()!r} is none of {', '.join(FAULTS)}")
-    for module in IMPORTED:
-        importlib.import_module(module)
-    gc.freeze()
     _soak(folder, kinds)
 
 
 def _soak(folder: Path, kinds: Sequence[str]) -> None:
     from ttcd_kernels.table import format_table
 
-    from tests.soak.check import check_end, check_losses, prepare
-    from tests.soak.faults import FAULTS, drawn, inject, is_possible
+    from tests.soak.check import Chain
+    from tests.soak.faults import FAULTS, Unavailable, drawn
+    from tests.soak.run import Broken
 
-    whole, outcomes = prepare(folder), {kind: [] for kind in kinds}
-    run, begun, number, name = None, FLAGS.first, FLAGS.first, ""
-    try:
-        for number in range(FLAGS.first, FLAGS.first + FLAGS.faults):
-            kind, rng = drawn(kinds, FLAGS.seed, number)
-            if run is not None and not is_possible(FAULTS[kind], run):
-                check_end(run, whole)
-                run = None
-            if run is None:
-                run, begun = Run(whole.folder, f"run-{number}", FAULTS[kind].keep or 3), number
-                run.remove()
-            name, since = f"fault {number} ({kind})", time.monotonic()
-            status = inject(FAULTS[kind], run, rng)
-            check_losses(run, whole)
-            outcomes[kind].append((status, time.monotonic() - since))
-            print(f"{name} in {run.path.name}: exit status {status}", flush=True)
-        assert run is not None
-        check_end(run, whole)
-    except Broken as error:
-        flag = [f"--kind={kind}" for kind in FLAGS.kind]
-        flag += [f"--seed={FLAGS.seed}", f"--first={begun}", f"--faults={number - begun + 1}"]
-        command = shlex.join(["python", "-m", "tests.soak", *flag])
-        print(f"FAILED: seed {FLAGS.seed}, {name}: {error}; again: {command}", file=sys.stderr)
-        sys.exit(1)
+    chain, outcomes, name = Chain(folder), {kind: [] for kind in kinds}, ""
+    for number in range(FLAGS.first, FLAGS.first + FLAGS.faults):
+        kind, rng = drawn(kinds, FLAGS.seed, number)
+        name, since = f"fault {number} ({kind})", time.monotonic()
+        try:
+            status = chain.hit(FAULTS[kind], rng, number)
+            if number == FLAGS.first + FLAGS.faults - 1:
+                chain.end(is_whole=True)
+        except Unavailable as reason:
+            print(f"{name}: this machine {reason}", flush=True)
+            continue
+        except Broken as error:
+            flag = [f"--kind={kind}" for kind in FLAGS.kind] + [f"--seed={FLAGS.seed}"]
+            flag += [f"--first={chain.begun}", f"--faults={number - chain.begun + 1}"]
+            command = shlex.join(["python", "-m", "tests.soak", *flag])
+            print(f"FAILED: seed {FLAGS.seed}, {name}: {error}; again: {command}", file=sys.stderr)
+            sys.exit(1)
+        outcomes[kind].append((status, time.monotonic() - since))
+        print(f"{name} in run-{chain.begun}: exit status {status}", flush=True)
     rows = []
     for kind, ends in outcomes.items():
         counts = Counter(status for status, _ in ends)
@@ -96,15 +86,5 @@ def _soak(folder: Path, kinds: Sequence[str]) -> None:
     print(f"seed {FLAGS.seed}, {FLAGS.faults} faults: every loss is that of the undisturbed run")
 
 
-def command() -> None:
-    """The command; in a fork of it, what the fork is for."""
-    become = None
-    try:
-        cli.run(main)
-    except Forked as fork:
-        become = fork.become
-    become()
-
-
 if __name__ == "__main__":
-    command()
+    cli.run(main)

@@ -1,31 +1,39 @@
-"""The table of faults: each starts a process of the run, and injects itself before or meanwhile."""
+"""The table of faults: each starts processes of the run, and injects itself before or meanwhile."""
 
+import fcntl
+import os
 import random
-import resource
+import re
 import shutil
-import socket
-import time
-from collections.abc import Callable, Iterable, Sequence
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from signal import SIGCONT, SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM
+from signal import SIGCONT, SIGKILL, SIGTERM
 from typing import NamedTuple
 
-from tests.soak.run import STEPS, STOPPED, Child, Run, text_of
+from tests.soak.run import STOPPED, Broken, Job, Run
+from ttcd_jax.run.directory import METRICS
+from ttcd_jax.run.reporting import read_metrics
 
-_MIN_LEFT = 20  # steps of a run, for another fault
-
-Inject = Callable[[Run, random.Random], Child]
+Inject = Callable[[Run, random.Random], Job]
+Damage = Callable[[Path, random.Random], object]
 
 
 class Fault(NamedTuple):
-    """`inject` returns the process, which is stopped some steps later if it still runs then, and
-    ends with one of `statuses`. The run has `checkpoints` before, or is new, or keeps `keep`."""
+    """`inject` returns the processes that were hit, each of which ends with one of `statuses`. The
+    run is one of so many `processes`, has `checkpoints` before, or is new, or keeps `keep`."""
 
     inject: Inject
     statuses: tuple[int, ...] = (STOPPED,)
     checkpoints: int = 0
     is_new: bool = False
     keep: int | None = None
+    processes: int = 1
+
+
+class Unavailable(Exception):
+    """This machine cannot have the fault."""
 
 
 def drawn(kinds: Sequence[str], seed: int, number: int) -> tuple[str, random.Random]:
@@ -36,137 +44,248 @@ def drawn(kinds: Sequence[str], seed: int, number: int) -> tuple[str, random.Ran
     return order[place], random.Random(f"{seed}:{number}")
 
 
-def is_possible(fault: Fault, run: Run) -> bool:
-    """Whether the run has steps left, and the fault needs no other one."""
-    is_long = max(run.steps(""), default=0) <= STEPS - _MIN_LEFT
-    keeps = fault.keep in (None, run.keep) and fault.checkpoints <= run.keep
-    return is_long and keeps and not fault.is_new
+def _at(moment: str, *names: str, most: int = 1, delay: float = 0.0, stops: int = 0) -> Inject:
+    """Signals after a moment has come once or up to `most` times, and up to `delay` seconds; the
+    run stops after so many steps."""
 
-
-def inject(fault: Fault, run: Run, rng: random.Random) -> int | None:
-    """The exit status of the process that was hit. Raises `Broken` for another than expected."""
-    run.make_ready(fault.checkpoints)
-    child, more = fault.inject(run, rng), rng.randint(4, 10)
-    before = child.num_steps
-    if child.runs_until(lambda: child.num_steps >= before + more):
-        child.send(SIGTERM)
-    run.end(child, *fault.statuses, 0)
-    return child.status
-
-
-# The longest time from a moment to its signals, and whether it has come, after so many steps.
-_MOMENTS: dict[str, tuple[float, Callable[[Run, Child, int], object]]] = {
-    "start": (1.5, lambda run, child, steps: True),
-    "claim": (0.01, lambda run, child, steps: any(run.path.glob("*.*"))),
-    "restore": (0.5, lambda run, child, steps: _is_locked(run, child)),
-    "compile": (0.5, lambda run, child, steps: "run directory" in child.text),
-    "step": (0.03, lambda run, child, steps: child.num_steps >= steps),
-    "save": (0.03, lambda run, child, steps: child.num_steps and _is_saving(run)),
-    "seal": (0.0, lambda run, child, steps: run.steps() != run.steps("")),
-}
-
-
-def _is_saving(run: Run) -> bool:
-    return any(run.checkpoints.glob("*-tmp*"))
-
-
-def _is_locked(run: Run, child: Child) -> bool:
-    return text_of(run.path / "lock").startswith(f"process {child.pid} ")
-
-
-def _signals(moment: str, *numbers: int) -> Inject:
-    """Sends signals soon after a moment."""
-    longest, has_come = _MOMENTS[moment]
-
-    def inject(run: Run, rng: random.Random) -> Child:
-        steps, delay = rng.randint(1, 8), rng.uniform(0, longest)
-        child = run.start()
-        if child.runs_until(lambda: has_come(run, child, steps)):
-            time.sleep(delay)
-            child.send(*numbers)
-        return child
+    def inject(run: Run, rng: random.Random) -> Job:
+        fault = ("signals", moment, rng.randint(1, most), rng.uniform(0, delay), *names)
+        text = f"at step {run.newest + stops}, checkpoint saved" if stops else ""
+        return _printing(run.start(faults={0: fault}, stop=6 if "USR" in names[0] else 99), text)
 
     return inject
 
 
-def _pause(run: Run, rng: random.Random) -> Child:
-    child = _signals("step", SIGSTOP)(run, rng)
-    time.sleep(rng.uniform(0.1, 1))
-    child.send(SIGCONT)
-    return child
+def _claim(run: Run, rng: random.Random) -> Job:
+    """Killed before each file of a new run directory has its name, one after the other."""
+    names = ["environment.json", "data.json", "config.gin", "config.json"]
+    for count in range(1, 5):
+        run.end(run.start(faults={0: ("signals", "claim", count, 0, "SIGKILL")}), -SIGKILL)
+        found = {path.name for path in run.path.glob("[!.]*")}
+        if found != {"lock", *names[: count - 1]}:
+            raise Broken(f"{run.path} has {found} when it is killed at file {count}")
+    return run.start()
 
 
-def _clock(run: Run, rng: random.Random) -> Child:
-    def jump() -> None:
-        now = time.time
-        time.time = lambda: now() + rng.uniform(-1e5, 1e5)
-
-    return run.start(before=jump)
+EVALUATED = (
+    "RunConfig.evaluations=(@Perplexity(),)",
+    *("Perplexity.max_rows=2", "RunConfig.evaluate_every={}"),
+)
 
 
-def _full_disk(run: Run, rng: random.Random) -> Child:
-    limit = rng.choice((100, 1000, 4000, 20_000))
-    return run.start(before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+def _evaluations(run: Run) -> list[dict[str, float]]:
+    return [x for x in read_metrics(run.path / METRICS) if "loss" not in x]
 
 
-def _second_trainer(run: Run, rng: random.Random) -> Child:
-    child = _signals("step")(run, rng)
-    child.send(SIGSTOP)  # so that it does not end before
-    other = run.start()
-    other.texts = ("is in use by process ",)
-    other.end(2)
-    child.send(SIGCONT)
-    return child
+def _next_evaluation(run: Run) -> tuple[int, list[str]]:
+    """(the next step after which nothing is saved, parameters that evaluate it)."""
+    step = run.newest + 2
+    step += not step % run.every
+    return step, [x.format(step) for x in EVALUATED]
 
 
-def _evaluated(run: Run, rng: random.Random) -> Child:
-    evaluate = run.evaluation()
-    child = run.start()
+def _stopped_in_evaluation(run: Run, rng: random.Random) -> Job:
+    step, params = _next_evaluation(run)
+    job = run.start(*params, faults={0: ("signals", "evaluation", 1, 0, "SIGTERM")}, stop=99)
+    return _printing(job, f"at step {step + 1}, checkpoint saved")
+
+
+def _killed_after_evaluation(run: Run, rng: random.Random) -> Job:
+    """Killed between an evaluation and the next save: both are repeated."""
+    (step, params), before = _next_evaluation(run), _evaluations(run)
+    count = step - run.newest + 1
+    run.end(run.start(*params, faults={0: ("signals", "step", count, 0, "SIGKILL")}), -SIGKILL)
+    *others, last = _evaluations(run)
+    job = run.start(*params)
+    job.runs_until(lambda: False)
+    if others != before or last["step"] != step or _evaluations(run) != [*before, last]:
+        raise Broken(f"evaluations {_evaluations(run)} instead of {[*before, last]}")
+    return job
+
+
+def _saved(run: Run, rng: random.Random) -> Job:
+    """SIGUSR1 to one process saves in all, soon, and nothing ends."""
+    count, start = rng.randint(1, 3), run.newest
+    number = run.processes - 1
+    job = run.start(
+        faults={number: ("signals", "step", count, 0, "SIGUSR1")}, stop=count + 3 + 2 * number
+    )
+    job.runs_until(lambda: False)
+    # The metrics of a step are reported while the next one runs; several agree two steps ahead.
+    if (step := start + count + 1 + 2 * number) not in run.steps(""):
+        raise Broken(f"no checkpoint {step} among {run.steps('')}: {job.logs[0]}")
+    written = {path.name for path in (run.checkpoints / str(step) / "params").glob("ocdbt.*")}
+    if written != {f"ocdbt.process_{i}" for i in range(run.processes)}:
+        raise Broken(f"checkpoint {step} has {written}: {job.logs[0]}")
+    return job
+
+
+def _printing(job: Job, *texts: str) -> Job:
+    job.texts = texts
+    return job
+
+
+def _clock(run: Run, rng: random.Random) -> Job:
+    return run.start(faults={0: ("clock", rng.randrange(999))})
+
+
+def _small_files(run: Run, rng: random.Random) -> Job:
+    size = rng.choice((100, 1000, 4000, 20_000))
+    return _printing(run.start(faults={0: ("full_disk", size)}), "^error: ")
+
+
+@contextmanager
+def _mounted(path: Path, *options: str | Path) -> Iterator[None]:
+    path.mkdir(exist_ok=True)
+    if os.geteuid() or subprocess.run(["mount", *options, path], check=False).returncode:
+        raise Unavailable("mounts no disk")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def _filled(run: Run, rng: random.Random) -> Job:
+    """A disk of 8 MB fills up between two steps; with room again the run goes on."""
+    with _mounted(run.path, "-t", "tmpfs", "-o", "size=8m", "tmpfs"):
+        job = run.start(faults={0: ("signals", "step", 5, 0, "SIGSTOP")}, stop=99)
+        job.runs_until(job.is_stopped)
+        filler = run.path / "filler"
+        with open(filler, "wb", buffering=0) as file:
+            while file.tell() < 2**23:
+                try:
+                    file.write(bytes(4096))
+                except OSError:
+                    break
+        job.send(SIGCONT)
+        job.texts = (r" was not saved: No space left on device \(it needs about ",)
+        run.end(job, 6)
+        *warnings, _ = [x for x in job.text().splitlines() if "No space left on device" in x]
+        if len(warnings) > 2 or not all("cannot be written" in x for x in warnings):
+            raise Broken(f"warnings {warnings} in {job.logs[0]}")
+        filler.unlink()
+        job = run.start()
+        job.runs_until(lambda: False)
+        shutil.copytree(run.path, aside := run.folder / "aside")
+    run.path.rmdir()
+    aside.replace(run.path)
+    return job
+
+
+def _read_only(run: Run, rng: random.Random) -> Job:
+    with _mounted(run.path, "--bind", "-o", "ro", run.path):
+        text = r"^error: .* cannot be a run directory \(Read-only file system\): choose"
+        job = _printing(run.start(), text)
+        job.runs_until(lambda: False)
+    return job
+
+
+def _second_trainer(run: Run, rng: random.Random) -> Job:
+    job = run.start(faults={0: ("signals", "step", 2, 0, "SIGSTOP")})
+    job.runs_until(job.is_stopped)
+    owner = f"process {job.processes[0].pid} on "
+    _printing(run.start(), f"^error: .* is in use by {owner}").end(2)
+    job.send(SIGCONT)
+    return job
+
+
+def _evaluated(run: Run, rng: random.Random) -> Job:
+    evaluate, job = run.evaluation(), run.start()
     evaluate.end(0)
-    return child
+    return job
 
 
-def _two(numbers: tuple[int, ...], *statuses: int) -> Inject:
-    """Two processes: one receives signals, the other ends with one of `statuses`."""
-
-    def inject(run: Run, rng: random.Random) -> Child:
-        with socket.create_server(("localhost", 0)) as server:
-            port = server.getsockname()[1]
-        children = [
-            run.start(flags=(f"--distributed=localhost:{port},2,{i}", "--hang_seconds=5"))
-            for i in (0, 1)
-        ]
-        steps, victim = rng.randint(1, 8), rng.choice(children)
-        (survivor,) = (child for child in children if child is not victim)
-
-        def has_come() -> bool:
-            # A save waits 100 s for a stopped process, so it is stopped between two saves.
-            return children[0].num_steps >= steps and children[0].last_step % 4 == 1
-
-        if survivor.runs_until(has_come):
-            victim.send(*numbers)
-        run.end(survivor, *statuses, 0)
-        victim.send(SIGKILL if SIGSTOP in numbers else 0)
-        return victim
-
-    return inject
+def _without_terminal(run: Run, rng: random.Random) -> Job:
+    """The terminal hangs up, and nobody reads the output."""
+    reader, terminal = os.pipe()
+    os.close(reader)
+    job = run.start(faults={0: ("signals", "step", 3, 0, "SIGHUP", "SIGHUP")}, stdout=terminal)
+    os.close(terminal)
+    return _printing(job, r"\A.*standard output cannot be written.*\n\Z")
 
 
-def _moved(devices: int, *params: str) -> Inject:
+def _full_output(run: Run, rng: random.Random) -> Job:
+    with open("/dev/full", "w") as full:
+        return run.start(stdout=full.fileno())
+
+
+def _fails(status: int, error: str, text: str, end: str) -> Fault:
+    """An error in a step, which a note with the last good checkpoint follows."""
+
+    def inject(run: Run, rng: random.Random) -> Job:
+        job = run.start(faults={0: ("fails", 5, error, text)})
+        job.runs_until(lambda: False)
+        return _printing(job, rf"^error: .*{end}\n\Z".format(run.newest))
+
+    return Fault(inject, (status,))
+
+
+def _two(moment: str, name: str, last: str, *, most: int = 1, victim: int | None = None) -> Fault:
+    """One of two processes is killed or stopped; the other ends with such a last line."""
+
+    def inject(run: Run, rng: random.Random) -> Job:
+        number, count = rng.randrange(2) if victim is None else victim, rng.randint(1, most)
+        if moment == "step" and name == "SIGSTOP":  # not in a save, in which the watchdog waits
+            count = 4 + (1 - run.newest) % run.every
+        fault = ("signals", moment, count, 0, name)
+        job = run.start(faults={number: fault}, stop=99)
+        job.runs_until(lambda: False, 1 - number)
+        job.send(SIGKILL, number)
+        job.statuses = [(7,), (7,)]
+        job.statuses[number] = (-SIGKILL,)
+        found = job.text(1 - number).rstrip().rpartition("\n")[2]
+        if not re.match(rf"error: {last}.*; restart the job, it goes on from its last", found):
+            raise Broken(f"{found!r} ends {job.logs[1 - number]}")
+        return job
+
+    return Fault(inject, processes=2)
+
+
+def _both(statuses: Sequence[int], *fault: object, victims: Sequence[int] = (0, 1)) -> Fault:
+    """A fault in one of two processes or in both."""
+
+    def inject(run: Run, rng: random.Random) -> Job:
+        job = run.start(faults=dict.fromkeys(victims, fault))
+        job.statuses = [(status,) for status in statuses]
+        return job
+
+    return Fault(inject, processes=2)
+
+
+def _locked(run: Run, rng: random.Random) -> Job:
+    """The run directory is in use: the first process says so, the other loses it."""
+    with (run.path / "lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        job = run.start()
+        job.statuses = [(2,), (7,)]
+        job.runs_until(lambda: False)
+    return _printing(job, "^error: .* is in use by")
+
+
+def _moved(devices: int, *params: str, processes: int = 0) -> Inject:
     bindings = ("RunConfig.mesh=@MeshConfig()", *params) if "Mesh" in "".join(params) else params
-    return lambda run, rng: run.start(*bindings, devices=devices)
+    return lambda run, rng: run.start(*bindings, devices=devices, processes=processes)
 
 
-def _damaged(damage: Callable[[Path, random.Random], object]) -> Inject:
+def _files(run: Run) -> list[Path]:
+    files = sorted((run.checkpoints / str(run.steps()[-1])).rglob("*"))
+    return [x for x in files if x.is_file() and x.stat().st_size]
+
+
+def _damaged(damage: Damage, is_evaluated: bool = False) -> Inject:
     """Damages a file of the newest checkpoint: it is named, and the one before is used."""
 
-    def inject(run: Run, rng: random.Random) -> Child:
-        *_, older, newest = run.steps()
-        files = sorted(x for x in (run.checkpoints / str(newest)).rglob("*") if x.is_file())
-        damage(rng.choice([x for x in files if x.stat().st_size]), rng)
-        child = run.start()
-        child.texts = (f"step {newest} (", f"resumed at step {older}\n")
-        return child
+    def inject(run: Run, rng: random.Random) -> Job:
+        (*_, older, newest), path = run.steps(), rng.choice(_files(run))
+        damage(path, rng)
+        if is_evaluated:
+            texts = re.escape(path.name), rf"\(step {older}, 2 rows\)"
+            _printing(run.evaluation(), *texts).end(0)
+            text = rf"^error: checkpoint step {newest} is damaged.*step={older}"
+            _printing(run.evaluation(f"--step={newest}"), text).end(4)
+        job = _printing(run.start(), rf"step {newest} \(", re.escape(path.name))
+        job.resumed = older
+        return job
 
     return inject
 
@@ -181,23 +300,33 @@ def _cut(path: Path, rng: random.Random) -> None:
     path.write_bytes(path.read_bytes()[: rng.randrange(max(path.stat().st_size - 1, 1))])
 
 
-def _no_digests(run: Run, rng: random.Random) -> Child:
-    newest = run.steps()[-1]
+def _no_digests(run: Run, rng: random.Random) -> Job:
     for path in run.checkpoints.glob("*/DIGEST.json"):
         path.unlink()
-    child = run.start()
-    child.texts = (f"step {newest} in ", "is used unchecked", f"resumed at step {newest}\n")
-    return child
+    return _printing(run.start(), f"step {run.newest} in ", "is used unchecked")
 
 
-def _torn_metrics(run: Run, rng: random.Random) -> Child:
-    tails = (b'{"step": 99, "lo', bytes(300), b'{"step": 9' + bytes(99) + b"\n", b"\xff\n")
-    with (run.path / "metrics.jsonl").open("ab") as file:
-        file.write(rng.choice(tails))
-    return run.start()
+def _torn_metrics(run: Run, rng: random.Random) -> Job:
+    """Lines that are none: at the end, and after the first step."""
+    tail = rng.choice(
+        (b'{"step": 99, "lo\xff\n', bytes(300) + b"\n", b"[]\n3\n{}\n", b'{"step": 9' + bytes(9))
+    )
+    path = run.path / METRICS
+    first, _, rest = path.read_bytes().partition(b"\n")
+    path.write_bytes(first + b"\n" + tail.rstrip(b"\n") + b"\n" + rest + tail)
+    return _printing(run.start(), f"{2 * max(tail.count(10), 1)} of ")
 
 
-def _leftovers(run: Run, rng: random.Random) -> Child:
+def _no_events(run: Run, rng: random.Random) -> Job:
+    """A file where the folder of TensorBoard would be."""
+    shutil.rmtree(run.path / "tensorboard")
+    (run.path / "tensorboard").write_text("a file")
+    run.end(_printing(run.start(), "cannot be written"), STOPPED)
+    (run.path / "tensorboard").unlink()
+    return run.start(stop=2)
+
+
+def _leftovers(run: Run, rng: random.Random) -> Job:
     step = run.steps()[-1] + rng.randint(1, 8)
     (run.checkpoints / f"{step}.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
     for name in ("config.json", "metrics.jsonl"):
@@ -205,80 +334,144 @@ def _leftovers(run: Run, rng: random.Random) -> Child:
     return run.start()
 
 
-def _refused(
-    find: Callable[[Run], Iterable[Path]], damage: Callable[[Path, random.Random], object]
-) -> Inject:
+def _refused(find: Callable[[Run], Iterable[Path]], damage: Damage, *texts: str) -> Inject:
     """Damages a file or folder, is refused, and restores it."""
 
-    def inject(run: Run, rng: random.Random) -> Child:
+    def inject(run: Run, rng: random.Random) -> Job:
         path, aside = rng.choice(sorted(find(run))), run.folder / "aside"
+        metrics = (run.path / METRICS).read_bytes() if (run.path / METRICS).exists() else b""
         (shutil.copytree if path.is_dir() else shutil.copy2)(path, aside)
         damage(path, rng)
-        child = run.start()
-        child.texts = ("error: ",)
-        try:
-            child.runs_until(lambda: child.num_steps)
-        finally:
-            if path.is_dir():
-                shutil.rmtree(path)
-            aside.replace(path)
-        return child
+        job = _printing(run.start(), "^error: ", *texts)
+        job.runs_until(lambda: False)
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        aside.replace(path)
+        if metrics and (run.path / METRICS).read_bytes() != metrics:
+            raise Broken(f"a launch that is refused changed the metrics of {run.path}")
+        return job
 
     return inject
 
 
-def _records_moved(run: Run, rng: random.Random) -> Child:
+def _emptied(path: Path, rng: random.Random) -> None:
+    for child in path.iterdir():
+        shutil.rmtree(child)
+
+
+def _other_configuration(run: Run, rng: random.Random) -> Job:
+    text = r"^error: .*optimizer\.beta1: 0\.9 -> 0\.8.*--run_dir"
+    return _printing(run.start("OptimizerConfig.beta1=0.8"), text)
+
+
+def _rarely_saved(run: Run, rng: random.Random) -> Job:
+    """Killed before its first checkpoint, the run goes on with more of them."""
+    run.every = 1000
+    run.end(run.start(faults={0: ("signals", "step", 9, 0, "SIGKILL")}, stop=99), -SIGKILL)
+    run.every = 4
+    return run.start(flags=("--change=RunConfig.checkpoint_every",))
+
+
+def _records_moved(run: Run, rng: random.Random) -> Job:
     run.records = run.folder / f"records-{rng.randrange(4)}"
     shutil.copytree(run.folder / "records", run.records, dirs_exist_ok=True)
     return run.start()
 
 
-_KILLED = (-SIGKILL,)
+def _other_records(run: Run, rng: random.Random) -> Job:
+    records, run.records = run.records, run.folder / "others"
+    job, run.records = run.start(), records
+    return _printing(job, "^error: .*training data changed")
+
+
+_KILLED, _DATA = (-SIGKILL,), "ttcd_jax.errors:DataError"
+_GOES_ON = "; last good checkpoint: step {}; the same command goes on"
+_MEMORY = "RESOURCE_EXHAUSTED: no memory", "INTERNAL: Out of memory allocating 64 bytes"
+_LOST, _LATE = "another process was lost", "no step for "
+# Those of one process that keep its layout come last: the suite compares their run to its end.
 FAULTS = {
-    "kill -9 at the start": Fault(_signals("start", SIGKILL), _KILLED),
-    "kill -9 in the claim": Fault(_signals("claim", SIGKILL), _KILLED, is_new=True),
-    "kill -9 in a restore": Fault(_signals("restore", SIGKILL), _KILLED, checkpoints=1),
-    "kill -9 in compilation": Fault(_signals("compile", SIGKILL), _KILLED),
-    "kill -9 at a step": Fault(_signals("step", SIGKILL), _KILLED),
-    "kill -9 in a save": Fault(_signals("save", SIGKILL), _KILLED),
-    "kill -9 before a digest": Fault(_signals("seal", SIGKILL), _KILLED),
-    "SIGTERM at the start": Fault(_signals("start", SIGTERM), (-SIGTERM, STOPPED)),
-    "SIGTERM in compilation": Fault(_signals("compile", SIGTERM)),
-    "SIGTERM in a save": Fault(_signals("save", SIGTERM)),
-    "SIGINT": Fault(_signals("step", SIGINT)),
-    "SIGHUP twice": Fault(_signals("step", SIGHUP, SIGHUP)),
-    "SIGINT twice": Fault(_signals("step", SIGINT, SIGINT), (-SIGINT, STOPPED, 130)),
-    "SIGSTOP for a while": Fault(_pause),
-    "the clock jumps": Fault(_clock, (STOPPED, 4)),  # the time limit of an Orbax save is passed
-    "a full disk": Fault(_full_disk, (6,)),
-    "a second trainer": Fault(_second_trainer),
-    "evaluation alongside": Fault(_evaluated, checkpoints=1, keep=1),
-    "two processes, SIGTERM": Fault(_two((SIGTERM,), STOPPED)),
-    "two processes, kill -9": Fault(_two((SIGKILL,), 7, -6), _KILLED),
-    "two processes, SIGSTOP": Fault(_two((SIGSTOP,), 7, -6), _KILLED),
-    "two devices": Fault(_moved(2)),
-    "four devices, data 2": Fault(_moved(4, "MeshConfig.data=2")),
-    "four devices, seq 2": Fault(_moved(4, "MeshConfig.seq=2")),
-    "two devices, tensor 2": Fault(_moved(2, "MeshConfig.tensor=2")),
+    "two, SIGUSR1 and SIGTERM to one": Fault(_saved, keep=9, processes=2),
+    "two, Ctrl-C to both": _both((STOPPED, STOPPED), "signals", "step", 5, 0, "SIGINT"),
+    "two, kill -9 of one": _two("step", "SIGKILL", f"({_LOST}|{_LATE})", most=4),
+    "two, kill -9 of one in a save": _two("save", "SIGKILL", _LOST),
+    "two, kill -9 of both in a save": _both((-9, -9), "signals", "save", 1, 0.01, "SIGKILL"),
+    "two, kill -9 of the first in compilation": _two("compilation", "SIGKILL", _LOST, victim=0),
+    "two, SIGSTOP of one": _two("step", "SIGSTOP", _LATE, most=4),
+    "two, SIGSTOP of one in compilation": _two("compilation", "SIGSTOP", _LOST, victim=1),
+    "two, an error of one": _both((7, 3), "fails", 5, _DATA, "a.txt has gone", victims=(1,)),
+    "two, an error of both": _both((3, 3), "fails", 5, _DATA, "a.txt has gone"),
+    "two, a directory in use": Fault(_locked, checkpoints=1, processes=2),
+    "two become one": Fault(_moved(2, "MeshConfig.seq=2", processes=1), processes=2),
+    "four devices": Fault(_moved(4, "MeshConfig.data=2", "MeshConfig.seq=2")),
+    "two devices": Fault(_moved(2, "MeshConfig.tensor=2")),
     "four parts": Fault(_moved(1, "RunConfig.accumulation_steps=4")),
-    "checkpoint: a bit": Fault(_damaged(_flip), checkpoints=2),
+    "kill -9 before any checkpoint": Fault(_rarely_saved, is_new=True, keep=1),
+    "evaluation alongside": Fault(_evaluated, checkpoints=1, keep=1),
+    "a full disk": Fault(_filled, is_new=True),
+    "kill -9 in the claim": Fault(_claim, is_new=True),
+    "kill -9 at the start": Fault(_at("start", "SIGKILL"), _KILLED),
+    "kill -9 in a restore": Fault(_at("restore", "SIGKILL", delay=0.1), _KILLED, checkpoints=1),
+    "kill -9 in compilation": Fault(_at("compilation", "SIGKILL", delay=0.3), _KILLED),
+    "kill -9 at a step": Fault(_at("step", "SIGKILL", most=4, delay=0.02), _KILLED),
+    "kill -9 in a save": Fault(_at("save", "SIGKILL", delay=0.02), _KILLED),
+    "kill -9 before a digest": Fault(_at("seal", "SIGKILL"), _KILLED),
+    "kill -9 after an evaluation": Fault(_killed_after_evaluation),
+    "SIGTERM at the start": Fault(_at("start", "SIGTERM"), (-SIGTERM,)),
+    "SIGTERM in compilation": Fault(_at("compilation", "SIGTERM", stops=1)),
+    "SIGTERM in a restore": Fault(_at("restore", "SIGTERM", stops=1), checkpoints=1),
+    "SIGTERM at a step": Fault(_at("step", "SIGTERM", most=4, delay=0.02)),
+    "SIGTERM in an evaluation": Fault(_stopped_in_evaluation),
+    "SIGTERM in a save": Fault(_at("save", "SIGTERM", delay=0.02)),
+    "SIGTERM before a digest": Fault(_at("seal", "SIGTERM")),
+    "SIGINT": Fault(_at("step", "SIGINT", most=4)),
+    "SIGHUP twice": Fault(_at("step", "SIGHUP", "SIGHUP", most=4)),
+    "SIGINT twice": Fault(_at("step", "SIGINT", "SIGINT", most=4), (-2, STOPPED, 130)),
+    "SIGUSR1 at the start": Fault(_at("start", "SIGUSR1")),
+    "SIGUSR2 at the start": Fault(_at("start", "SIGUSR2")),
+    "SIGUSR1": Fault(_saved, keep=3),
+    "the clock jumps": Fault(_clock, (STOPPED, 4)),  # the time limit of an Orbax save is passed
+    "files that cannot grow": Fault(_small_files, (6,)),
+    "a read-only disk": Fault(_read_only, (2,), checkpoints=1),
+    "a second trainer": Fault(_second_trainer),
+    "the terminal hangs up": Fault(_without_terminal),
+    "output on a full disk": Fault(_full_output),
+    "an error of the data": _fails(3, _DATA, "a.txt has gone", _GOES_ON),
+    **{
+        f"an error of memory, {x[:8]}": _fails(6, "builtins:RuntimeError", x, _GOES_ON)
+        for x in _MEMORY
+    },
+    "an error of a checkpoint": _fails(
+        4, "ttcd_jax.errors:CheckpointError", "none is intact", "none is intact"
+    ),
+    "checkpoint: a bit": Fault(_damaged(_flip, True), checkpoints=2),
     "checkpoint: cut": Fault(_damaged(_cut), checkpoints=2),
     "checkpoint: a file lost": Fault(_damaged(lambda path, rng: path.unlink()), checkpoints=2),
     "checkpoints: no digests": Fault(_no_digests, checkpoints=2),
-    "checkpoints: all lost": Fault(
-        _refused(
-            lambda run: [run.checkpoints], lambda path, _: list(map(shutil.rmtree, path.iterdir()))
-        ),
-        (4,),
-        checkpoints=3,
-    ),
+    **{
+        f"checkpoints: {name}": Fault(
+            _refused(
+                lambda run: [run.checkpoints],
+                damage,
+                r"metrics\.jsonl reports \d+ steps and ",
+                "holds no checkpoint: restore a copy, or ",
+            ),
+            (4,),
+            checkpoints=3,
+        )
+        for name, damage in (
+            ("all lost", _emptied),
+            ("folder lost", lambda path, rng: shutil.rmtree(path)),
+        )
+    },
     "metrics.jsonl: torn": Fault(_torn_metrics, checkpoints=1),
+    "tensorboard: a file": Fault(_no_events, checkpoints=1),
     "unfinished files": Fault(_leftovers, checkpoints=1),
-    "records: moved": Fault(_records_moved, checkpoints=1),
-    "records: a bit": Fault(_refused(lambda run: run.records.glob("train.*"), _flip), (3,)),
+    "another configuration": Fault(_other_configuration, (2,), checkpoints=1),
     "config or data.json: cut": Fault(
         _refused(lambda run: [run.path / f"{x}.json" for x in ("config", "data")], _cut),
         (2, 3),
         checkpoints=1,
     ),
+    "records: moved": Fault(_records_moved, checkpoints=1),
+    "records: others": Fault(_other_records, (3,), checkpoints=1),
+    "records: a bit": Fault(_refused(lambda run: run.records.glob("train.*"), _flip), (3,)),
 }

@@ -1,53 +1,78 @@
-"""The soak: faults under a tiny run, their order, and that it can fail."""
+"""The table of faults, each once; the soak, its order, and that it can fail."""
 
+import copy
+import random
 import re
 
 import commands
+import pytest
 
-from tests.soak.faults import FAULTS, drawn
+from tests.soak.check import Chain
+from tests.soak.faults import FAULTS, Unavailable, drawn
+from tests.soak.run import Broken
 
-KINDS = (
-    *("kill -9 in the claim", "kill -9 in a save", "kill -9 at a step", "SIGINT", "a full disk"),
-    *("four devices, seq 2", "checkpoint: a bit", "metrics.jsonl: torn", "unfinished files"),
-    "records: a bit",
-)
-RESEEDED = """
-from tests.soak import __main__ as soak, faults
+BROKEN = """
+from experiments import cli
+from tests.soak import __main__ as soak, check
+from tests.soak.run import Broken
 
-def other_batches():
-    from ttcd_jax.run import build
-    make = build.build_data
-    build.build_data = lambda config, *rest: make(config.replace(seed=1), *rest)
+def hit(self, fault, rng, number):
+    self.begun = 1
+    if number == 2:
+        raise Broken("loss 2.0 instead of 1.0")
+    return 75
 
-faults.FAULTS["another seed"] = faults.Fault(lambda run, rng: run.start(before=other_batches))
-soak.command()
+check.Chain.hit = hit
+cli.run(soak.main)
 """
 
 
-def test_ten_faults_change_no_loss(tmp_path):
-    kinds = [f"--kind={kind}" for kind in KINDS]
-    result = commands.run("tests.soak", "--faults=10", "--seed=4", *kinds, f"--folder={tmp_path}")
-    assert result.returncode == 0, (result.stdout, result.stderr)
-    for kind in KINDS:
-        assert re.search(rf"^fault \d \({re.escape(kind)}\) in run-\d: exit", result.stdout, re.M)
-        assert re.search(rf"^{re.escape(kind)} +1  -?\d+ \(1\) ", result.stdout, re.M)
-    assert "seed 4, 10 faults: every loss is that of the undisturbed run" in result.stdout
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    chain = Chain(tmp_path_factory.mktemp("soak"))
+    yield chain
+    chain.end(is_whole=True)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_changes_no_loss(kind, chain):
+    try:
+        chain.hit(FAULTS[kind], random.Random(kind), [*FAULTS].index(kind))
+    except Unavailable as reason:
+        pytest.skip(f"this machine {reason}")
+
+
+def test_a_changed_loss_is_found(chain):
+    fault = FAULTS["output on a full disk"]._replace(
+        inject=lambda run, rng: run.start(faults={0: ("reseeded",)})
+    )
+    found = r"loss \S+ instead of \S+ at step \d+ of \S+/run-99, exact to step 240"
+    other = copy.copy(chain)
+    other.run = None
+    with pytest.raises(Broken, match=found):
+        other.hit(fault, random.Random(0), 99)
+
+
+def test_the_soak_ends_with_a_table_of_its_faults(tmp_path):
+    flags = "--faults=1", "--kind=SIGTERM at the start", f"--folder={tmp_path}"
+    first, *_, row, last = commands.output("tests.soak", *flags).splitlines()
+    assert first == "fault 0 (SIGTERM at the start) in run-0: exit status -15"
+    assert re.match(r"SIGTERM at the start +1 +-15 \(1\) ", row)
+    assert last == "seed 0, 1 faults: every loss is that of the undisturbed run"
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("run-")]
 
 
-def test_a_changed_loss_is_one_line_with_the_command_that_repeats_it(tmp_path):
-    program = tmp_path / "reseeded.py"
-    program.write_text(RESEEDED)
-    flags = "--faults=3", "--kind=another seed", f"--folder={tmp_path / 'soak'}"
+def test_a_difference_is_one_line_with_the_command_that_repeats_the_run(tmp_path):
+    program = tmp_path / "broken.py"
+    program.write_text(BROKEN)
+    flags = "--faults=5", "--seed=4", "--kind=SIGINT", f"--folder={tmp_path / 'soak'}"
     result = commands.run(program, *flags)
     assert result.returncode == 1, (result.stdout, result.stderr)
-    assert re.fullmatch(
-        r"FAILED: seed 0, fault 0 \(another seed\): loss \S+ instead of \S+ at step \d+ of "
-        r"\S+/run-0, exact to step 60; again: python -m tests\.soak '--kind=another seed' "
-        r"--seed=0 --first=0 --faults=1\n",
-        result.stderr,
-    ), result.stderr
-    assert (tmp_path / "soak" / "run-0" / "metrics.jsonl").exists()
+    assert result.stdout.count("(SIGINT) in run-1: exit status 75\n") == 2
+    assert result.stderr == (
+        "FAILED: seed 4, fault 2 (SIGINT): loss 2.0 instead of 1.0; again: python -m tests.soak "
+        "--kind=SIGINT --seed=4 --first=1 --faults=2\n"
+    )
 
 
 def test_a_fault_depends_on_the_seed_and_its_number_alone():

@@ -5,7 +5,7 @@ import pytest
 from checks import draw, randomize
 
 from experiments.studies.mad.models import mad_config
-from experiments.studies.mad.tasks.settings import BASELINES
+from experiments.studies.mad.tasks import BASELINES
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.tasks.distillation import effective_rank, key_ranks
 

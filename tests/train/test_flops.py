@@ -1,3 +1,5 @@
+"""What a step costs, and what computes it."""
+
 import math
 
 import definitions
@@ -17,6 +19,7 @@ from ttcd_jax.methods.lact import LaCTMemoryConfig
 from ttcd_jax.nn.attention import visible_pairs
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.flops import forward_flops, training_flops_per_token
+from ttcd_jax.train.hardware import HARDWARE, data_sheet, parse_topology
 from ttcd_jax.train.state import abstract_model
 
 LENGTH = 32
@@ -103,3 +106,14 @@ def test_visible_pairs_counts_the_mask():
 
 def test_training_is_three_forward_passes_per_token():
     assert training_flops_per_token(MODEL, LENGTH) == 3 * forward_flops(MODEL, LENGTH) / LENGTH
+
+
+def test_a_topology_is_a_device_and_their_number():
+    assert parse_topology("h100x64") == (HARDWARE["H100"], 64)
+    assert parse_topology("A100x4") == (HARDWARE["A100"], 4)
+
+
+def test_the_name_a_device_gives_itself_finds_its_data_sheet():
+    assert data_sheet("NVIDIA H100 80GB HBM3") == HARDWARE["H100"]
+    assert data_sheet("NVIDIA GB200") == HARDWARE["B200"]
+    assert data_sheet("cpu") is None

@@ -1,16 +1,61 @@
-"""AdamW and the gradient clip against the published steps."""
+"""Learning rates, AdamW and Muon against the published steps; collectives of a sharded stack.
+
+As a program, the file prints the measurements of the last test on eight fake devices.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
+from checks import assert_close, distance, draw
+from devices import printed
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from small_models import config_of
 
+from tests.parity.checks import schedule_of
+from tests.parity.golden import Golden
+from ttcd_jax.memory.newton_schulz import NEWTON_SCHULZ
+from ttcd_jax.precision import Precision
+from ttcd_jax.train.layers_on_disk import by_name
+from ttcd_jax.train.muon import group_of, orthogonalized, parameter_groups
 from ttcd_jax.train.optimizer import (
+    MuonSettings,
     OptimizerConfig,
     ScheduleConfig,
     build_optimizer,
     global_norm,
     learning_rate,
 )
+from ttcd_jax.train.state import init_params, logical_axes, state_of
+
+GOLDEN = Golden(Path(__file__).parents[1] / "golden" / "lr_schedules.npz")
+
+
+@pytest.mark.parametrize("name", sorted(GOLDEN.config))
+def test_published_rates(name):
+    expected, config = GOLDEN.arrays[f"out.{name}"], schedule_of(GOLDEN.config[name])
+    steps = jnp.arange(len(expected), dtype=jnp.int32)
+    with jax.enable_x64(True):
+        rate = learning_rate(config)
+        one_by_one = np.array([rate(step) for step in range(len(expected))])
+        traced = jax.jit(jax.vmap(rate))(steps)
+    np.testing.assert_allclose(one_by_one, expected, rtol=1e-12, atol=0)
+    np.testing.assert_allclose(traced, expected, rtol=1e-12, atol=0)
+    narrow = jax.vmap(rate)(steps)
+    assert narrow.dtype == jnp.float32
+    np.testing.assert_allclose(narrow, expected, rtol=0, atol=1e-6 * expected.max())
+
+
+def test_floor_holds_after_the_last_step():
+    rate = learning_rate(ScheduleConfig(peak=1.0, steps=10, warmup=2, floor_ratio=0.25))
+    assert float(rate(9)) > 0.25
+    assert float(rate(10)) == float(rate(1000)) == 0.25
 
 
 def test_config_schedule_starts_at_step_zero():
@@ -31,3 +76,168 @@ def test_global_norm_of_bfloat16_is_summed_wide():
     norm = global_norm({"a": jnp.ones(1000, jnp.bfloat16), "b": jnp.ones(1, jnp.bfloat16)})
     assert norm.dtype == jnp.float32
     np.testing.assert_allclose(norm, np.sqrt(1001), rtol=1e-6)
+
+
+# A tensor of every kind.
+AXES = {
+    "embedding": ("vocab", "embed"),
+    "norm": ("embed",),
+    "query": ("embed", "heads"),
+    "down": ("mlp", "embed"),
+    "conv": ("taps", "mlp"),
+}
+
+
+def _config(**changes) -> OptimizerConfig:
+    own = {x: changes.pop(x) for x in MuonSettings.__dataclass_fields__ if x in changes}
+    return OptimizerConfig(kind="muon", settings=MuonSettings(**own), clip_norm=None, **changes)
+
+
+MATRICES = [f"mixer/{name}" for name in ("query", "key", "value", "out")]
+MATRICES += [f"mlp/{name}" for name in ("gate", "up", "down")]
+VECTORS = ["mixer/query_norm", "mixer/key_norm", "mixer_norm", "mlp_norm"]
+BLOCK = dict.fromkeys(MATRICES, "muon") | dict.fromkeys(VECTORS, "adamw")
+MEMORY = dict.fromkeys(["mlp/proj", "mlp/teacher_conv", "mlp/student_conv"], "muon")
+MEMORY["mlp/rate"] = "adamw"
+MODEL = config_of(
+    "ipttcd",
+    num_layers=4,
+    fast_layers=(0, 2),
+    has_qk_norm=True,
+    has_tied_head=False,
+    precision=Precision(),
+)
+
+
+def test_every_parameter_of_a_model_has_its_group():
+    groups = by_name(parameter_groups(logical_axes(MODEL)))
+    expected = {"embedding": "adamw", "final_norm": "adamw", "head": "adamw"}
+    expected |= {f"group_0/block_0/{name}": group for name, group in (BLOCK | MEMORY).items()}
+    expected |= {f"group_0/block_1/{name}": group for name, group in BLOCK.items()}
+    assert groups == expected
+
+
+def test_tensors_are_grouped_by_their_own_dimensions():
+    assert group_of(("layers", "fast_heads", "embed", "mlp")) == "muon"
+    assert group_of(("layers", "vocab", "embed")) == "adamw"
+
+
+def test_a_stack_is_its_layers(float64):
+    (stack,) = draw(1, (3, 2, 8, 12))
+    result = orthogonalized(stack, ("layers", "fast_heads", "embed", "mlp"), float)
+    single = [[orthogonalized(m, ("embed", "mlp"), float) for m in layer] for layer in stack]
+    assert_close(result, jnp.asarray(single))
+
+
+def test_taps_are_rows(float64):
+    """A row has one singular value, its length: Newton-Schulz is the polynomial of that number."""
+    (taps,) = draw(2, (4, 5, 24))
+    length = jnp.linalg.norm(taps, axis=1, keepdims=True)
+    value = length / (length + 1e-7)
+    for a, b, c in NEWTON_SCHULZ:
+        value = a * value + b * value**3 + c * value**5
+    result = orthogonalized(taps, ("layers", "taps", "mlp"), float)
+    assert_close(result, 0.2 * 5**0.5 * value * taps / length)
+
+
+@pytest.mark.parametrize("orthogonalization", ["float32", "bfloat16"])
+@pytest.mark.parametrize("is_nesterov", [True, False])
+def test_first_steps_of_the_momentum(is_nesterov, orthogonalization):
+    config = _config(weight_decay=0.0, is_nesterov=is_nesterov, orthogonalization=orthogonalization)
+    axes = {"w": ("embed", "mlp")}
+    params, first, second = ({"w": w} for w in draw(3, (6, 9), (6, 9), (6, 9)))
+    optimizer = build_optimizer(config, lambda _: 1.0, axes)
+    _, state = optimizer.update(first, optimizer.init(params), params)
+    updates, _ = optimizer.update(second, state, params)
+    momentum = 0.95 * first["w"] + second["w"]
+    u = second["w"] + 0.95 * momentum if is_nesterov else momentum
+    expected = orthogonalized(u, axes["w"], jnp.dtype(orthogonalization))
+    assert updates["w"].dtype == jnp.float32
+    assert_close(updates["w"], -expected)
+
+
+def test_no_gradient_only_decays():
+    params = dict(zip(AXES, draw(4, *[(6,) * len(names) for names in AXES.values()]), strict=True))
+    optimizer = build_optimizer(_config(weight_decay=0.5), lambda _: 0.1, AXES)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = jax.jit(optimizer.update)(zero, optimizer.init(params), params)
+    assert_close(updates, jax.tree.map(lambda p: -0.05 * p, params))
+
+
+def test_state_of_a_model_holds_one_buffer_per_matrix_and_two_moments_for_the_rest():
+    axes = logical_axes(MODEL)
+    optimizer = build_optimizer(OptimizerConfig(kind="muon"), lambda _: 0.1, axes)
+    state = jax.eval_shape(lambda: state_of(optimizer, init_params(MODEL, 0)))
+    sizes, groups = {"muon": 0, "adamw": 0}, by_name(parameter_groups(axes))
+    for name, leaf in by_name(state["params"]).items():
+        sizes[groups[name]] += leaf.size
+    held = [leaf for leaf in jax.tree.leaves(state["opt_state"]) if leaf.ndim]
+    assert {str(leaf.dtype) for leaf in held} == {"float32"}
+    assert sum(leaf.size for leaf in held) == sizes["muon"] + 2 * sizes["adamw"]
+
+
+ROWS, COLUMNS = 64, 128
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+# Layers, mesh, sharding of [layers, rows, columns], and what may move between the devices.
+SHARDED = {
+    "layers": (8, {"fsdp": 8}, ("fsdp", None, None), set()),
+    "rows": (8, {"fsdp": 8}, (None, "fsdp", None), {"all-to-all"}),
+    "both": (8, {"fsdp": 4, "tensor": 2}, (None, "fsdp", "tensor"), {"all-to-all"}),
+    "twice": (8, {"data": 2, "fsdp": 4}, (None, ("data", "fsdp"), None), {"all-to-all"}),
+    "uneven": (6, {"fsdp": 8}, (None, None, "fsdp"), {"all-to-all"}),
+}
+
+
+def _measure_shards() -> dict:
+    """For every case: the elements of each collective's result by its name, where the new
+    parameters are, and how far they are from those of one device."""
+    config = _config(orthogonalization="float32")
+    optimizer = build_optimizer(config, lambda _: 1.0, {"w": ("layers", "embed", "mlp")})
+
+    def step(params, grads):
+        updates, state = optimizer.update(grads, optimizer.init(params), params)
+        return optax.apply_updates(params, updates), state
+
+    measured = {}
+    params, grads = ({"w": w} for w in draw(6, (8, ROWS, COLUMNS), (8, ROWS, COLUMNS)))
+    alone = jax.jit(step)(params, grads)[0]["w"]
+    for case, (num_layers, mesh_shape, axes, _) in SHARDED.items():
+        kinds = (AxisType.Auto,) * len(mesh_shape)
+        mesh = jax.make_mesh(tuple(mesh_shape.values()), tuple(mesh_shape), kinds)
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        layers = jax.tree.map(lambda w, count=num_layers: w[:count], (params, grads))
+        shards = jax.device_put(layers, sharding)
+        compiled = jax.jit(step).lower(*shards).compile()
+        found = COLLECTIVE.findall(compiled.as_text())
+        ours = compiled(*shards)[0]["w"]
+        measured[case] = {
+            "collectives": [(name, _num_elements(result)) for result, name in found],
+            "is_where_it_was": ours.sharding.is_equivalent_to(sharding, 3),
+            "distance": distance(ours, alone[:num_layers]),
+        }
+    return measured
+
+
+def _num_elements(shapes: str) -> int:
+    """Of "f32[8,64]{1,0}" or a tuple of such."""
+    dims = re.findall(r"\w+\[([\d,]*)\]", shapes)
+    return sum(math.prod(int(n) for n in shape.split(",") if n) for shape in dims)
+
+
+def test_shards_are_exchanged_for_whole_matrices():
+    """No device ever holds more than one layer's matrix besides its own shard; nothing moves when
+    layers are sharded."""
+    output = printed(__file__, count=8)
+    for case, found in json.loads(output).items():
+        assert {name for name, _ in found["collectives"]} == SHARDED[case][-1], (
+            f"{case}: {found['collectives']}"
+        )
+        assert all(size <= ROWS * COLUMNS for _, size in found["collectives"]), case
+        assert found["is_where_it_was"], case
+        assert found["distance"] <= 1e-5, case
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure_shards()))

@@ -52,13 +52,11 @@ def _step(accumulation_steps=1, optimizer=optax.adam):
     return jax.jit(lambda: state_of(optimizer, init_params(MODEL, 0)))(), jax.jit(step)
 
 
-def _batches():
-    rows = RecallRows(DATA, seed=0, num_rows=1000)
-    return Batches(rows, batch_size=4)
+BATCHES = Batches(RecallRows(DATA, seed=0, num_rows=1000), batch_size=4)
 
 
 def _batch(step=0):
-    return {name: jnp.asarray(_batches().at(step)[name]) for name in FIELDS}
+    return {name: jnp.asarray(BATCHES.at(step)[name]) for name in FIELDS}
 
 
 def test_accumulated_gradients_equal_the_whole_batch():
@@ -114,64 +112,52 @@ def test_the_loss_falls_and_metrics_name_the_fast_layer():
     assert float(metrics["memory_ratio"][0]) > 0
 
 
-def test_a_step_that_is_not_finite_changes_nothing():
-    state, step = _step()
+def test_a_step_that_is_not_finite_or_has_no_target_changes_nothing():
+    state, step = _step(2)
     broken = jax.tree.map(jnp.copy, state)
     broken["params"]["embedding"] = broken["params"]["embedding"].at[0, 0].set(jnp.nan)
-    after, metrics = step(broken, _batch())
+    after, metrics = step(broken, batch := _batch())
     assert not np.isfinite(metrics["loss"])
     assert_same(after["params"], broken["params"])
-
-
-def test_a_loss_over_no_target_is_no_number_and_changes_nothing():
-    state, step = _step(2)
-    batch = _batch()
     after, metrics = step(state, batch | {"loss_mask": jnp.zeros_like(batch["loss_mask"])})
     assert_same((after["params"], after["opt_state"]), (state["params"], state["opt_state"]))
     assert fault(jax.device_get(metrics)) == "loss is nan, as no target of the batch counts"
 
 
-def test_the_loop_stops_at_a_loss_that_is_not_finite_and_saves_nothing_after_it():
-    state, step = _step()
-    saved, seen = [], []
-
-    def poisoned(state, batch):
-        new, metrics = step(state, batch)
-        poison = jnp.where(new["step"] == 3, jnp.nan, 0.0)
-        return new, metrics | {"loss": metrics["loss"] + poison}
-
-    with pytest.raises(NonFiniteError, match="loss is nan at step 3"):
-        train(
-            state,
-            jax.jit(poisoned),
-            _batches(),
-            start=0,
-            steps=6,
-            on_metrics=[MetricCallback(1, lambda step, metrics: seen.append(step))],
-            on_state=[StateCallback(1, lambda step, state: saved.append(step))],
-        )
-    assert (saved, seen) == ([1, 2], [1, 2])
+def _loop(state, step, batches=BATCHES, every=(1, 1), **options):
+    """(step that the loop returns or error, steps whose metrics and state it reports)."""
+    seen, saved = [], []
+    options |= {"on_metrics": [MetricCallback(every[0], lambda step, metrics: seen.append(step))]}
+    options |= {"on_state": [StateCallback(every[1], lambda step, state: saved.append(step))]}
+    try:
+        done = train(state, step, batches, **options, is_stopping=lambda step: len(seen) == 2)[1]
+    except NonFiniteError as error:
+        done = str(error)
+    return done, seen, saved
 
 
 @pytest.mark.parametrize(
-    ("start", "steps", "every", "most", "expected"),
+    ("start", "steps", "every", "expected"),
     [
-        (2, 9, (2, 4), 2, (7, [4, 6], [4, 7])),  # stopped after two reports
-        (0, 3, (100, 100), 100, (3, [3], [3])),  # the last step is always reported and saved
+        (2, 9, (2, 4), (7, [4, 6], [4, 7])),  # stopped after two reports
+        (0, 3, (100, 100), (3, [3], [3])),  # the last step is always reported and saved
     ],
 )
-def test_the_loop_reports_every_step_once_and_stops_when_asked(start, steps, every, most, expected):
-    seen, saved = [], []
-    _, done = train(
-        *_step(),
-        _batches(),
-        start=start,
-        steps=steps,
-        on_metrics=[MetricCallback(every[0], lambda step, metrics: seen.append(step))],
-        on_state=[StateCallback(every[1], lambda step, state: saved.append(step))],
-        is_stopping=lambda step: len(seen) == most,
-    )
-    assert (done, seen, saved) == expected
+def test_the_loop_reports_every_step_once_and_stops_when_asked(start, steps, every, expected):
+    assert _loop(*_step(), every=every, start=start, steps=steps) == expected
+
+
+def test_the_loop_stops_at_a_loss_that_is_not_finite_and_saves_nothing_after_it():
+    state, step = _step()
+
+    def poisoned(state, batch):
+        new, metrics = step(state, batch)
+        poison = jnp.where(new["step"] == 2, jnp.nan, 0.0)
+        return new, metrics | {"loss": metrics["loss"] + poison}
+
+    error, seen, saved = _loop(state, jax.jit(poisoned), start=0, steps=6)
+    assert "loss is nan at step 2" in error
+    assert (saved, seen) == ([1], [1])
 
 
 def _judge(norms, factor=2.0):
@@ -202,18 +188,10 @@ def test_a_skipped_step_changes_no_array_but_its_counts(monkeypatch, parts, kind
     """One bad row of four makes the step bad, whatever its part."""
     monkeypatch.setattr(bad_steps, "WARMUP", 1)
     monkeypatch.setattr(step_module, "summed_loss", poisoned_loss)
-    optimizer = optax.adam(_rate)
-    step = jax.jit(
-        make_train_step(
-            MODEL.replace(vocab_size=11),
-            optimizer,
-            _rate,
-            accumulation_steps=parts,
-            loss_rows=16,
-            spike_factor=20.0,
-        )
-    )
-    state = state_of(optimizer, init_params(MODEL.replace(vocab_size=11), 0))
+    model, optimizer = MODEL.replace(vocab_size=11), optax.adam(_rate)
+    options = {"accumulation_steps": parts, "loss_rows": 16, "spike_factor": 20.0}
+    step = jax.jit(make_train_step(model, optimizer, _rate, **options))
+    state = state_of(optimizer, init_params(model, 0))
     state, metrics = step(state | {"skips": no_skips()}, batch := _batch())
     assert not metrics["is_skipped"]
     bad = batch | {"targets": batch["targets"].at[2, 1].set(kind)}
@@ -226,14 +204,13 @@ def test_a_skipped_step_changes_no_array_but_its_counts(monkeypatch, parts, kind
     assert fault(jax.device_get(metrics)).startswith("loss is nan" if kind == NAN else "grad_norm ")
     good, metrics = step(after, batch)
     assert not metrics["is_skipped"]
-    expected, _ = step(state, batch)
-    assert_same(good["params"], expected["params"])
+    assert_same(good["params"], step(state, batch)[0]["params"])
 
 
 def test_the_loop_reports_the_time_that_it_waits_for_batches():
     class Slow:
         def iterate(self, start, count):
-            for step, batch in _batches().iterate(start, count):
+            for step, batch in BATCHES.iterate(start, count):
                 time.sleep(0.05)
                 yield step, batch
 

@@ -1,4 +1,4 @@
-"""Rows in which no document is cut that fits into one: best-fit packing.
+"""Rows in which a document that fits into one is not cut: best-fit packing.
 
 Ding et al. 2024, "Fewer Truncations Improve Language Modeling": a document of more than T targets
 is cut into pieces of T and a rest; the longest pieces are placed first, each into the row with the
@@ -33,12 +33,12 @@ def plan_rows(histogram: np.ndarray, seq_len: int) -> list[Kind]:
     for length in np.flatnonzero(histogram)[::-1].tolist():
         left = int(histogram[length])
         while left:
-            place = bisect.bisect_left(rooms, length)
-            room = rooms[place] if place < len(rooms) else seq_len
+            index = bisect.bisect_left(rooms, length)
+            room = rooms[index] if index < len(rooms) else seq_len
             fit = room // length  # a row that took a piece has the least room for the next
-            num_rows, pieces = kinds[room].pop() if place < len(rooms) else (-(-left // fit), [])
-            if place < len(rooms) and not kinds[room]:
-                del rooms[place]
+            num_rows, pieces = kinds[room].pop() if index < len(rooms) else (-(-left // fit), [])
+            if index < len(rooms) and not kinds[room]:
+                del rooms[index]
             full = min(num_rows, left // fit)
             rest = left - full * fit if full < num_rows else 0
             add(full, [*pieces, (length, fit)], room - fit * length)

@@ -37,6 +37,8 @@ def unpacked(path: Path) -> Iterator[io.BufferedIOBase]:
     damage = (EOFError, zlib.error, gzip.BadGzipFile, getattr(zstandard, "ZstdError", EOFError))
     try:
         with io.BufferedReader(_Counted(path), 2**17) as file:
+            if path.suffix == ".gz" and not file.peek(1):
+                raise EOFError("it is empty")
             if zstandard is not None:
                 yield io.BufferedReader(_Zstandard(zstandard, file), 2**17)
             else:
@@ -47,8 +49,8 @@ def unpacked(path: Path) -> Iterator[io.BufferedIOBase]:
 
 
 def bytes_read(more: int = 0) -> int:
-    """The bytes that this process has read from files, packed as they are, with `more` of a file
-    that is memory-mapped."""
+    """The bytes that this process has read from files, still packed, with `more` of a memory-mapped
+    file."""
     _Counted.num_bytes += more
     return _Counted.num_bytes
 

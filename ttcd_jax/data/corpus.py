@@ -42,12 +42,12 @@ _BELOW = Bound("a pattern below path, such as **/*.txt", _is_below)
 class CorpusConfig(Config):
     """The documents, and which of them are held out for validation.
 
-    `kind`: the source of Python's standard library, or the text at `path`, which is a plain file,
-    whose last `validation_percent` percent are held out, a file of many documents with their text
-    in `field`, or a folder of those that match `glob`, in which run directories are left out. The
-    folders `train/` and `validation/` in it are the splits; without them the last
-    `validation_files`, by name, are held out, or, if that is 0 and in a file of many, the documents
-    that a hash of their names chooses.
+    `kind`: the source of Python's standard library, or the text at `path`. It is a plain file, a
+    file of many documents with their text in `field`, or a folder of the files that match `glob`,
+    without run directories. Of a plain file the last `validation_percent` percent are held out. The
+    folders `train/` and `validation/` are the splits of a folder; without them the last
+    `validation_files`, by name, are held out. If that is 0, and in a file of many, a hash of the
+    documents' names chooses.
     """
 
     kind: Literal["stdlib", "text"] = "stdlib"
@@ -120,8 +120,8 @@ def stream_documents(
 
 
 def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
-    """The documents of one split. Raises the errors of `stream_documents`, `DataError` when there
-    is none, and `UserError` for more than `MAX_TEXT_BYTES`."""
+    """The documents of one split. Raises the errors of `stream_documents`, `DataError` without a
+    document, and `UserError` for more than `MAX_TEXT_BYTES`."""
     documents, num_bytes = [], 0
     for found, document in stream_documents(config, (split,)):
         if found == split:
@@ -247,8 +247,8 @@ def _files(folder: pathlib.Path, glob: str) -> dict[str, pathlib.Path]:
     depth = len(folder.parts)  # `relative_to` is slow
     found = (path for path in folder.glob(glob) if path.is_file())
     names = [pathlib.PurePath(*path.parts[depth:]) for path in found]
-    parents = {place: (place, *place.parents) for place in {name.parent for name in names}}
-    runs = {x for x in {x for places in parents.values() for x in places} if _is_run(folder / x)}
+    parents = {path: (path, *path.parents) for path in {name.parent for name in names}}
+    runs = {x for x in {x for paths in parents.values() for x in paths} if _is_run(folder / x)}
     kept = (name.as_posix() for name in names if runs.isdisjoint(parents[name.parent]))
     return {name: folder / name for name in sorted(kept)}
 
@@ -269,10 +269,10 @@ def _check_links(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
     root = folder.resolve()
     caches = (x.parent for x in (root, *root.parents) if x.name == "snapshots")
     root = next((cache for cache in caches if (cache / "blobs").is_dir()), root)
-    for place in {path if path.is_symlink() else path.parent for path in files}:
-        if not place.resolve().is_relative_to(root):
+    for found in {path if path.is_symlink() else path.parent for path in files}:
+        if not found.resolve().is_relative_to(root):
             raise DataError(
-                f"{place} is a link that leaves {folder}: give a copy of the folder (cp -rLl makes "
+                f"{found} is a link that leaves {folder}: give a copy of the folder (cp -rLl makes "
                 "one of hard links)"
             )
 
@@ -292,7 +292,7 @@ def _parts_of_file(
 
 
 def _end_of_part(text: bytes, end: int) -> int:
-    """The last place up to `end` after a line, else after a word, else between characters."""
+    """The last position up to `end` after a line, else after a word, else between characters."""
     while end and text[end] & 0xC0 == 0x80:
         end -= 1
     return (text.rfind(b"\n", 0, end) + 1) or (text.rfind(b" ", 0, end) + 1) or end

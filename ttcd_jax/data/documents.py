@@ -51,7 +51,7 @@ class LeftOut:
         self.first: list[str] = []
 
     def add(self, value: bytes | np.ndarray | DataError) -> None:
-        """Counts a document, or the error in its place."""
+        """Counts a document, or its error."""
         self._num_read += 1
         if isinstance(value, DataError):
             self.num_lines += 1
@@ -87,8 +87,8 @@ def read_documents(path: Path, name: str, field: str, left_out: LeftOut) -> Iter
             elif isinstance(value, np.ndarray):
                 yield Document(f"{name}:{number}", b"", _checked_size(f"{path}:{number}", value))
     except OSError as error:
-        place = error.filename or path
-        raise DataError(f"{place} cannot be read: {error.strerror or error}") from error
+        where = error.filename or path
+        raise DataError(f"{where} cannot be read: {error.strerror or error}") from error
 
 
 def holds_many(path: Path) -> bool:
@@ -192,7 +192,7 @@ def _text(where: str, field: str, value: Any) -> bytes:
 
 
 Reader = Callable[[Path, str], Iterator[bytes | np.ndarray | DataError]]
-# None: one document of plain text. The order is that in which kinds are offered to the user.
+# None: one document of plain text. Kinds are offered to the user in this order.
 _READERS = Registry[Reader | None]("kind of file")
 register = _READERS.add  # (reader, pattern of the names of files)
 _READERS |= {

@@ -41,9 +41,9 @@ class _Shard(NamedTuple):
 
 def read_column(index: Path, column: str) -> Iterator[bytes | np.ndarray]:
     """The values of `column`, sample by sample: bytes (encodings `str` and `bytes`), or integers
-    [T] (`ndarray:uint32` and the like). One shard at a time is in memory. Raises `DataError` for
-    what is damaged, outside the folder or pickled, and for a column that is absent or of another
-    encoding."""
+    [T] (`ndarray:uint32` and the like). One shard at a time is in memory. Raises `DataError` for a
+    file that is damaged, outside the folder or pickled, and for a column that is absent or of
+    another encoding."""
     for shard in _shards(index):
         position = _checked_column(index, shard, column)
         path, data = _content(index.parent, shard)

@@ -33,7 +33,7 @@ class Batches:
         rows: Sequence[int] | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        # grain types rows as optional, for datasets with filters; there are none here.
+        # grain types rows as optional, for datasets with filters; here are no filters.
         self._data: Any = grain.MapDataset.source(source).repeat(None)
         self._batch_size, self._vocab_size = batch_size, vocab_size
         self._rows = range(batch_size) if rows is None else rows

@@ -7,17 +7,18 @@ later call reads all text again, but tokenizes only the other documents.
 import collections
 import concurrent.futures
 import contextlib
-import functools
+import itertools
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ from ttcd_jax.errors import DataError, UserError, listed
 from ttcd_jax.files import difference, sha256, write_json
 
 SHARD_TOKENS = 2**28
-UNFINISHED = "ttcd_jax unfinished token records 1"
+UNFINISHED = "ttcd_jax unfinished token records 2"
 LEFT_OUT = "left_out.json"  # the first lines without a document
 
 _SAVE_SECONDS = 60.0
@@ -47,17 +48,9 @@ _BATCH_BYTES = 2**20
 _LONG_BYTES = 2**24  # a batch of more is not copied to another process and back
 _BATCHES_AHEAD = 4  # for each process
 
-Facts = dict[str, Any]  # ready for JSON
-type _Writers = dict[Split, _SplitWriter]
-
-
-class _Batch(NamedTuple):
-    """Documents of one split, and the census of the split up to the last of them."""
-
-    split: Split
-    documents: list[Document]
-    num_bytes: int
-    text: Facts
+Metadata = dict[str, Any]  # ready for JSON
+type _Stream = Iterator[tuple[Split, Document]]
+type _Batch = dict[Split, list[Document]]
 
 
 def prepare_records(
@@ -69,7 +62,7 @@ def prepare_records(
     shard_tokens: int = SHARD_TOKENS,
     samples_are_rows: bool = False,
     on_progress: Callable[[int], None] = lambda num_tokens: None,
-) -> Facts:
+) -> Metadata:
     """Fills `folder`, which is empty or unfinished, and returns its manifest; `on_progress` gets
     counts of new tokens, 0 while text is read again.
 
@@ -83,138 +76,83 @@ def prepare_records(
         build_tokenizer(config)  # an error names the user's file, not the copy
         config = config.replace(path=str(shutil.copyfile(config.path, folder / TOKENIZER)))
     tokenizer = build_tokenizer(config)
-    facts = {
+    metadata = {
         "tokenizer": "byte" if config.path is None else sha256(Path(config.path)),
         **{name: getattr(tokenizer, name) for name in ("vocab_size", "bos_id", "eos_id")},
         "stop_ids": [*tokenizer.stop_ids],
         "dtype": token_dtype(tokenizer.vocab_size).name,
     }
     arguments = {
-        "tokenizer": facts["tokenizer"],
+        "tokenizer": metadata["tokenizer"],
         "samples_are_rows": samples_are_rows,
         "shard_tokens": shard_tokens,
         "corpus": corpus.to_dict() | {"path": None},  # its content is compared
     }
-    writers: _Writers = {split: _SplitWriter(folder, split, shard_tokens) for split in SPLITS}
-    _take_up(folder, arguments, writers)
     left_out, saved = LeftOut(), time.monotonic()
-    documents: Iterable[tuple[Split, Document]] = stream_documents(corpus, left_out=left_out)
+    documents: _Stream = stream_documents(corpus, left_out=left_out)
     if samples_are_rows:
         documents = ((split, document._replace(is_row=True)) for split, document in documents)
-    batches = _batches(documents, writers, on_progress)
-    for batch, records in _encoded(batches, config, num_processes):
-        has_filled_one = writers[batch.split].append(records, batch.text)
-        on_progress(int(records.starts[-1]))
-        if has_filled_one or time.monotonic() - saved > _SAVE_SECONDS:
-            _save(folder, writers, {"format": UNFINISHED} | facts, arguments)
+    writer = _Writer(folder, shard_tokens)
+    writer.take_up(arguments, documents, on_progress)
+    for batch, encoded in _encoded(_batches(documents), config, num_processes):
+        for split, records in encoded.items():
+            writer.append(split, batch[split], records)
+            on_progress(int(records.starts[-1]))
+        if time.monotonic() - saved > _SAVE_SECONDS:
+            writer.save({"format": UNFINISHED} | metadata, arguments)
             saved = time.monotonic()
-    if not writers["train"].num_documents:
+    if not writer.splits["train"]["num_documents"]:
         raise empty_split(corpus, "train")
-    extra: Facts = {"samples_are_rows": True} if samples_are_rows else {}
+    extra: Metadata = {"samples_are_rows": True} if samples_are_rows else {}
     if left_out.num_lines:
         extra["lines_left_out"] = left_out.num_lines
         write_json(folder / LEFT_OUT, left_out.first)
-    return _save(folder, writers, {"format": FORMAT} | facts, extra)
+    return writer.save({"format": FORMAT} | metadata, extra)
 
 
 def stored_tokens(folder: Path) -> int:
     """Number of tokens that an unfinished folder keeps for the next call."""
-    return sum(facts["num_tokens"] for facts in _stored(folder).get("splits", {}).values())
+    return sum(entry["num_tokens"] for entry in _stored(folder).get("splits", {}).values())
 
 
-def _stored(folder: Path) -> Facts:
+def _stored(folder: Path) -> Metadata:
     """The manifest of an unfinished folder, or of a complete one before it got its name."""
     with contextlib.suppress(DataError):
         return read_manifest(folder, UNFINISHED, FORMAT)
     return {}
 
 
-def _take_up(folder: Path, arguments: Facts, writers: _Writers) -> None:
-    """Goes back to what the manifest lists."""
-    if not (manifest := _stored(folder)):
-        return
-    old = {name: manifest[name] for name in arguments if name in manifest}
-    if changed := differences(arguments | {"samples_are_rows": False} | old, arguments):
-        raise _no_continuation(folder, listed(changed))
-    for path in folder.iterdir():
-        if path.name not in (MANIFEST, TOKENIZER, *manifest["files"]):
-            path.unlink()
-    for split, facts in manifest["splits"].items():
-        writers[split].take_up(facts, manifest["files"])
-
-
-def _no_continuation(folder: Path, change: str) -> DataError:
-    return DataError(
-        f"{folder} cannot be continued, what it was made from changed ({change}): restore it, or "
-        f"begin again (rm -r {folder})"
-    )
-
-
-def _save(folder: Path, writers: _Writers, facts: Facts, extra: Facts) -> Facts:
-    """Writes the manifest of all that is stored, once it is on disk."""
-    written = {split: writer for split, writer in writers.items() if writer.num_documents}
-    splits = {split: writer.facts for split, writer in written.items()}
-    files = {name: x for writer in written.values() for name, x in writer.files().items()}
-    manifest = sealed(facts | {"splits": splits, "files": files} | extra)
-    write_json(folder / MANIFEST, manifest)
-    return manifest
-
-
-def _batches(
-    documents: Iterable[tuple[Split, Document]],
-    writers: _Writers,
-    on_progress: Callable[[int], None],
-) -> Iterator[_Batch]:
-    """Batches of about `_BATCH_BYTES` of the documents that are not yet stored, in order within the
-    split. Raises `DataError` if the others are not those that were stored."""
-    lots: dict[Split, list[Document]] = {split: [] for split in SPLITS}
-    sizes = dict.fromkeys(SPLITS, 0)
-
-    def batch(split: Split) -> _Batch:
-        return _Batch(split, lots[split], sizes[split], writers[split].census.summary())
-
+def _batches(documents: _Stream) -> Iterator[tuple[_Batch, int]]:
+    """Batches of about `_BATCH_BYTES`, with their sizes."""
+    batch, num_bytes = collections.defaultdict(list), 0
     for split, document in documents:
-        writer = writers[split]
-        writer.census.add(document)
-        if writer.census.num_documents <= writer.num_documents:
-            if writer.census.num_documents == writer.num_documents:
-                writer.check_text()
-            on_progress(0)
-            continue
-        lots[split].append(document)
-        sizes[split] += len(document.content)
-        if sizes[split] >= _BATCH_BYTES:
-            yield batch(split)
-            lots[split], sizes[split] = [], 0
-    for writer in writers.values():
-        if writer.census.num_documents < writer.num_documents:
-            writer.check_text()
-    yield from (batch(split) for split in SPLITS if lots[split])
+        batch[split].append(document)
+        num_bytes += len(document.content)
+        if num_bytes >= _BATCH_BYTES:
+            yield batch, num_bytes
+            batch, num_bytes = collections.defaultdict(list), 0
+    yield batch, num_bytes
 
 
 def _encoded(
-    batches: Iterator[_Batch], config: TokenizerConfig, num_processes: int
-) -> Iterator[tuple[_Batch, TokenRecords]]:
+    batches: Iterator[tuple[_Batch, int]], config: TokenizerConfig, num_processes: int
+) -> Iterator[tuple[_Batch, dict[Split, TokenRecords]]]:
     """The batches with their records, in their order."""
-    encode = functools.partial(_encode, config)
+    encode = partial(_encode, config)
     if num_processes == 1:
-        yield from ((batch, encode(batch.documents)) for batch in batches)
+        yield from ((batch, encode(batch)) for batch, _ in batches)
         return
-    pool = concurrent.futures.ProcessPoolExecutor(
-        num_processes, multiprocessing.get_context("spawn"), _end_with_parent
-    )
+    context, pending = multiprocessing.get_context("spawn"), collections.deque()
+    pool = concurrent.futures.ProcessPoolExecutor(num_processes, context, _end_with_parent)
     try:
-        pending = collections.deque()
-        for batch in batches:  # `pool.map` would read the whole corpus first
-            is_long = batch.num_bytes > _LONG_BYTES
-            while pending and (is_long or len(pending) >= _BATCHES_AHEAD * num_processes):
-                first, future = pending.popleft()
-                yield first, future.result()
-            if is_long:
-                yield batch, encode(batch.documents)
-            else:
-                pending.append((batch, pool.submit(encode, batch.documents)))
-        yield from ((batch, future.result()) for batch, future in pending)
+        for batch, num_bytes in batches:  # `pool.map` would read the whole corpus first
+            is_long = num_bytes > _LONG_BYTES
+            result = partial(encode, batch) if is_long else pool.submit(encode, batch).result
+            pending.append((batch, result))
+            while pending and (is_long or len(pending) > _BATCHES_AHEAD * num_processes):
+                first, result = pending.popleft()
+                yield first, result()
+        yield from ((batch, result()) for batch, result in pending)
     except BrokenProcessPool as error:
         raise UserError(
             f"one of {num_processes} tokenizing processes was killed, perhaps out of memory; run "
@@ -224,11 +162,11 @@ def _encoded(
         pool.shutdown(cancel_futures=True)
 
 
-_tokenizer = functools.cache(build_tokenizer)
+_tokenizer = cache(build_tokenizer)
 
 
-def _encode(config: TokenizerConfig, documents: list[Document]) -> TokenRecords:
-    return encode_documents(documents, _tokenizer(config))
+def _encode(config: TokenizerConfig, batch: _Batch) -> dict[Split, TokenRecords]:
+    return {split: encode_documents(batch[split], _tokenizer(config)) for split in batch}
 
 
 def _end_with_parent() -> None:
@@ -244,84 +182,95 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-class _SplitWriter:
-    """A writer of the shards and the starts of one split. `facts`: its entry in the manifest;
-    `census`: that of the text read, while `facts` has that of the text stored."""
+class _Writer:
+    """A writer of the shards and the starts in a folder. `splits`: their entries in the manifest,
+    without the census of their text."""
 
-    def __init__(self, folder: Path, split: Split, shard_tokens: int) -> None:
-        self._folder, self._split, self._shard_tokens, self._room = folder, split, shard_tokens, 0
-        self._filled: dict[str, Facts] = {}  # size and sha256
-        self.census = Census()
-        self.facts: Facts = {
-            "num_documents": 0,
-            "num_tokens": 0,
-            "starts": f"{split}.starts.bin",
-            "shards": [],
-            "text": self.census.summary(),
-        }
+    def __init__(self, folder: Path, shard_tokens: int) -> None:
+        self._folder, self._shard_tokens = folder, shard_tokens
+        self._census = {split: Census() for split in SPLITS}
+        self._files: dict[str, Metadata] = {}  # size and sha256 of those that are on disk
+        self.splits: dict[Split, Metadata] = {}
+        for split in SPLITS:
+            self.splits[split] = {"num_documents": 0, "num_tokens": 0}
+            self.splits[split] |= {"starts": f"{split}.starts.bin", "shards": []}
 
-    @property
-    def num_documents(self) -> int:
-        return self.facts["num_documents"]
-
-    def take_up(self, facts: Facts, files: dict[str, Facts]) -> None:
-        """Goes back to the entries of the split and of its files in a manifest."""
-        self.facts = facts
-        for name in (facts["starts"], *facts["shards"]):
-            path, num_bytes = self._folder / name, files[name]["num_bytes"]
+    def take_up(
+        self, arguments: Metadata, documents: _Stream, on_progress: Callable[[int], None]
+    ) -> None:
+        """Goes back to what the manifest lists, and passes over its documents."""
+        if not (manifest := _stored(self._folder)):
+            return
+        old = {name: manifest[name] for name in arguments if name in manifest}
+        if changed := differences(arguments | {"samples_are_rows": False} | old, arguments):
+            raise self._no_continuation(listed(changed))
+        self._files = manifest["files"]
+        for path in self._folder.iterdir():
+            if path.name not in (MANIFEST, TOKENIZER, *self._files):
+                path.unlink()
+        for name, entry in self._files.items():
+            path, num_bytes = self._folder / name, entry["num_bytes"]
             if path.exists():
                 os.truncate(path, num_bytes)
-            if problem := difference(path, num_bytes, files[name]["sha256"]):
-                raise _no_continuation(self._folder, f"{name}: {problem}")
-        self._filled = {name: files[name] for name in facts["shards"][:-1]}
-        sizes = [files[name]["num_bytes"] for name in facts["shards"]]
-        last_tokens = sizes[-1] * facts["num_tokens"] // sum(sizes)
-        self._room = max(0, self._shard_tokens - last_tokens)
+            if problem := difference(path, num_bytes, entry["sha256"]):
+                raise self._no_continuation(f"{name}: {problem}")
+        num_stored = sum(entry["num_documents"] for entry in manifest["splits"].values())
+        for split, document in itertools.islice(documents, num_stored):
+            self._census[split].add(document)
+            on_progress(0)
+        for split, entry in manifest["splits"].items():
+            if self._census[split].summary() != entry.pop("text"):
+                raise self._no_continuation(f"the first {num_stored:,} documents")
+            self.splits[split] = entry
 
-    def check_text(self) -> None:
-        """Raises `DataError` unless the text that was read is what is stored."""
-        if self.census.summary() != self.facts["text"]:
-            change = f"the first {self.num_documents:,} documents of {self._split}"
-            raise _no_continuation(self._folder, change)
+    def _no_continuation(self, change: str) -> DataError:
+        return DataError(
+            f"{self._folder} cannot be continued, what it was made from changed ({change}): "
+            f"restore it, or begin again (rm -r {self._folder})"
+        )
 
-    def append(self, records: TokenRecords, text: Facts) -> bool:
-        """Appends the documents; one that does not fit into the last shard begins a new one.
-        Returns whether a shard was filled."""
-        (ids,), starts, shards = records.shards, records.starts, self.facts["shards"]
-        new = starts[1:] if self.num_documents else starts  # the first is stored as the last end
-        _append(self._folder / self.facts["starts"], (self.facts["num_tokens"] + new).astype("<u8"))
-        begin, num_shards = 0, len(shards)
+    def append(self, split: Split, documents: list[Document], records: TokenRecords) -> None:
+        """Appends the documents; one that does not fit into the last shard begins a new one."""
+        (ids,), starts, entry = records.shards, records.starts, self.splits[split]
+        new = starts[1:] if entry["num_documents"] else starts  # the first is stored as an end
+        self._append(entry["starts"], (entry["num_tokens"] + new).astype("<u8"))
+        begin, shards, room = 0, entry["shards"], 0
+        if shards:
+            num_bytes = (self._folder / shards[-1]).stat().st_size
+            room = self._shard_tokens - num_bytes // ids.itemsize
         while begin < len(records):
-            end = int(np.searchsorted(starts, starts[begin] + self._room, side="right")) - 1
-            if end <= begin:
-                self._room = max(self._shard_tokens, int(starts[begin + 1] - starts[begin]))
-                shards.append(f"{self._split}.{len(shards):05}.tokens.bin")
-                continue
-            _append(self._folder / shards[-1], ids[starts[begin] : starts[end]])
-            self._room -= int(starts[end] - starts[begin])
-            begin = end
-        self.facts["num_tokens"] += int(starts[-1])
-        self.facts["num_documents"] += len(records)
-        self.facts["text"] = text
-        return len(shards) > num_shards > 0
+            end = int(np.searchsorted(starts, starts[begin] + room, side="right")) - 1
+            if end > begin:
+                self._append(shards[-1], ids[starts[begin] : starts[end]])
+                begin, room = end, 0
+            else:
+                shards.append(f"{split}.{len(shards):05}.tokens.bin")
+                room = max(self._shard_tokens, int(starts[begin + 1] - starts[begin]))
+        entry["num_tokens"] += int(starts[-1])
+        entry["num_documents"] += len(records)
+        for document in documents:
+            self._census[split].add(document)
 
-    def files(self) -> dict[str, Facts]:
-        """Size and sha256 of each file; all are on disk when this returns."""
-        shards = self.facts["shards"]
-        files = {
-            name: self._filled.get(name) or _flushed(self._folder / name)
-            for name in (self.facts["starts"], *shards)
-        }
-        self._filled = {name: files[name] for name in shards[:-1]}
-        return files
+    def _append(self, name: str, values: np.ndarray) -> None:
+        self._files.pop(name, None)
+        with (self._folder / name).open("ab") as file:
+            file.write(np.ascontiguousarray(values).data)  # `tofile` hides why a disk refuses
+
+    def save(self, metadata: Metadata, extra: Metadata) -> Metadata:
+        """Writes the manifest of all that is stored, once it is on disk."""
+        splits, files = {}, {}
+        for split, its in self.splits.items():
+            if its["num_documents"]:
+                splits[split] = its | {"text": self._census[split].summary()}
+                for name in (its["starts"], *its["shards"]):
+                    files[name] = self._files.get(name) or _flushed(self._folder / name)
+        self._files = dict(files)
+        manifest = sealed(metadata | {"splits": splits, "files": files} | extra)
+        write_json(self._folder / MANIFEST, manifest)
+        return manifest
 
 
-def _flushed(path: Path) -> Facts:
+def _flushed(path: Path) -> Metadata:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return {"num_bytes": path.stat().st_size, "sha256": sha256(path)}
-
-
-def _append(path: Path, values: np.ndarray) -> None:
-    with path.open("ab") as file:
-        file.write(np.ascontiguousarray(values).data)  # `tofile` hides why a disk refuses

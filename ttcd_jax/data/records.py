@@ -2,7 +2,7 @@
 
 A folder of records holds
 
-    manifest.json                  facts, sizes and sha256 of all files, and its own sha256
+    manifest.json                  metadata, sizes and sha256 of all files, and its own sha256
     tokenizer.json                 the tokenizer that made them, unless it is the byte tokenizer
     <split>.00000.tokens.bin, ...  uint16 or uint32: documents as bos + tokens + eos, end to end
     <split>.starts.bin             uint64 [documents + 1]: the offset of each in the concatenated
@@ -113,26 +113,21 @@ def read_manifest(folder: Path, *kinds: str) -> dict[str, Any]:
 def _is_sound(manifest: dict[str, Any]) -> bool:
     """Whether the entries are there, counts are integers, and files are in the folder."""
     try:
-        files = manifest["files"]
-        counts = [manifest[name] for name in ("vocab_size", "bos_id", "eos_id")]
-        for facts in manifest["splits"].values():
-            counts += [facts["num_documents"], facts["num_tokens"], facts["text"]["num_bytes"]]
-            counts += [files[name]["num_bytes"] for name in (facts["starts"], *facts["shards"])]
-        vocab_size, ids = manifest["vocab_size"], [manifest["bos_id"], manifest["eos_id"]]
-        ids += manifest.get("stop_ids", [])
-        item = token_dtype(vocab_size).itemsize
-        for facts in manifest["splits"].values():
-            sizes = [files[name]["num_bytes"] for name in (facts["starts"], *facts["shards"])]
-            num_starts = facts["num_documents"] + 1
-            if sizes[0] != 8 * num_starts or sum(sizes[1:]) != item * facts["num_tokens"]:
-                return False
-        is_inside = all(map(is_file_name, files)) and all(0 <= x < vocab_size for x in ids)
-        counts += ids
-        is_complete = "tokenizer" in manifest and all("sha256" in facts for facts in files.values())
-        is_complete = is_complete and manifest["dtype"] == token_dtype(vocab_size).name
+        files, vocab_size = manifest["files"], manifest["vocab_size"]
+        ids = [manifest["bos_id"], manifest["eos_id"], *manifest.get("stop_ids", [])]
+        counts, dtype = [vocab_size, *ids], token_dtype(vocab_size)
+        is_sound = "tokenizer" in manifest and manifest["dtype"] == dtype.name
+        for entry in manifest["splits"].values():
+            sizes = [files[name]["num_bytes"] for name in (entry["starts"], *entry["shards"])]
+            counts += [entry["num_documents"], entry["num_tokens"], entry["text"]["num_bytes"]]
+            counts += sizes
+            is_sound &= sizes[0] == 8 * (entry["num_documents"] + 1)
+            is_sound &= sum(sizes[1:]) == dtype.itemsize * entry["num_tokens"]
+        is_sound &= all(is_file_name(name) and "sha256" in x for name, x in files.items())
+        is_sound &= all(0 <= x < vocab_size for x in ids)
     except (LookupError, TypeError, AttributeError):
         return False
-    return is_inside and is_complete and all(type(x) is int and x >= 0 for x in counts)
+    return is_sound and all(type(x) is int and x >= 0 for x in counts)
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -142,17 +137,17 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenRecords:
-    """The records of one split, memory-mapped. Raises `DataError` for an absent split or file, and
-    for sizes or starts that do not fit, and with `verifies` for a file whose content is not that of
-    its digest: all are read for it, by as many threads as there are cores."""
+    """The records of one split, memory-mapped. Raises `DataError` for an absent split or file, for
+    sizes or starts that do not fit, and with `verifies` for a file of another digest: all are read
+    for it, by as many threads as there are cores."""
     manifest = read_manifest(folder)
     if split not in manifest["splits"]:
         raise EmptySplitError(
             f"{folder} has no {split} split: prepare it with --validation_percent above 0, or from "
             "a folder with train/ and validation/"
         )
-    facts, files = manifest["splits"][split], manifest["files"]
-    paths = [folder / name for name in (*facts["shards"], facts["starts"])]
+    entry, files = manifest["splits"][split], manifest["files"]
+    paths = [folder / name for name in (*entry["shards"], entry["starts"])]
     for path in paths:
         _check(path, files[path.name]["num_bytes"])
     if verifies:
@@ -195,10 +190,10 @@ def records_tokenizer(folder: Path) -> TokenizerConfig:
 
 def verify_records(folder: Path) -> dict[str, Any]:
     """The manifest, after a check of every file: size, digest, starts. Raises `DataError` naming
-    the first file that differs from what was written."""
+    the first file that differs from the one written."""
     manifest = read_manifest(folder)
-    for name, facts in manifest["files"].items():
-        _check(folder / name, facts["num_bytes"], facts["sha256"])
+    for name, entry in manifest["files"].items():
+        _check(folder / name, entry["num_bytes"], entry["sha256"])
     for split in manifest["splits"]:
         open_records(folder, split, verifies=False)
     records_tokenizer(folder)

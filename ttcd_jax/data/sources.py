@@ -56,10 +56,10 @@ class TextConfig(Config):
         options = {"seq_len": self.seq_len, "packing": self.packing, "seed": seed}
         shuffle_seed = next(shuffle_seeds or iter([seed]))
         rows, num_rows = corpus_rows(records, **options, shuffle_seed=shuffle_seed)
-        facts = manifest(self.corpus, documents) | {"num_rows": num_rows}
+        metadata = manifest(self.corpus, documents) | {"num_rows": num_rows}
         if self.tokenizer.path is not None:
-            facts["tokenizer"] = sha256(Path(self.tokenizer.path))
-        return rows, facts
+            metadata["tokenizer"] = sha256(Path(self.tokenizer.path))
+        return rows, metadata
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,9 +111,9 @@ class MixtureConfig(WeightedConfig):
         """(endless rows of the training splits, manifest)."""
         seeds = itertools.count(seed)
         parts = [part.rows(seed, shuffle_seeds=seeds) for part in self._alike]
-        facts = [facts for _, facts in parts]
-        rows, num_rows = self.mixed([(x, facts["num_rows"]) for x, facts in parts], batch_size)
-        return rows, {"kind": "mixture", "num_rows": num_rows, "parts": facts}
+        rows, num_rows = self.mixed([(x, found["num_rows"]) for x, found in parts], batch_size)
+        manifests = [found for _, found in parts]
+        return rows, {"kind": "mixture", "num_rows": num_rows, "parts": manifests}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ def text_records(
 ) -> list[TokenRecords]:
     """The text to evaluate a run on: that of `text` (a file or a folder), else the validation split
     of `data`, its data configuration. Raises `UserError` for a run without text or tokenizer, and
-    `DataError` for a text that is missing or changed, each naming the `option` that gives text."""
+    `DataError` for a missing or changed text. Both name the `option` that gives text."""
     if data["type"] == RecallConfig.__name__:
         raise UserError(
             f"{run_dir} was trained on recall data, not on text: measure it by "
@@ -182,20 +182,20 @@ def check_unchanged(
     path = Path(run_dir) / MANIFEST
     if not path.is_file():
         return
-    facts = identity()
+    current = identity()
     # Earlier versions stored no digest of the tokenizer.
-    stored = {"tokenizer": facts.get("tokenizer")} | read_json(path)
-    if changed := differences(_shared(stored, facts), facts):
+    stored = {"tokenizer": current.get("tokenizer")} | read_json(path)
+    if changed := differences(_shared(stored, current), current):
         raise DataError(
             f"the training data changed since {run_dir} was started ({changed[0]}): restore it, or "
             "choose another --run_dir"
         )
 
 
-def _shared(stored: Any, facts: Any) -> Any:
-    """The fields of `stored` that `facts` has too, in lists of parts as well."""
-    if isinstance(stored, dict) and isinstance(facts, dict):
-        return {name: _shared(stored.get(name), value) for name, value in facts.items()}
-    if isinstance(stored, list) and isinstance(facts, list) and len(stored) == len(facts):
-        return [_shared(*pair) for pair in zip(stored, facts, strict=True)]
+def _shared(stored: Any, current: Any) -> Any:
+    """The fields of `stored` that `current` has too, in lists of parts as well."""
+    if isinstance(stored, dict) and isinstance(current, dict):
+        return {name: _shared(stored.get(name), value) for name, value in current.items()}
+    if isinstance(stored, list) and isinstance(current, list) and len(stored) == len(current):
+        return [_shared(*pair) for pair in zip(stored, current, strict=True)]
     return stored

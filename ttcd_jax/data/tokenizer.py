@@ -285,7 +285,7 @@ def _decoded(text: bytes, start: int = 0, stop: int | None = None) -> str:
         ) from error
 
 
-# What a checkpoint of transformers says about texts besides its tokenizer.
+# Files about texts in a checkpoint of transformers, besides its tokenizer.
 _TOKENIZER, _GENERATION = "tokenizer_config.json", "generation_config.json"
 TEXT_FILES = (_TOKENIZER, _GENERATION, "special_tokens_map.json", "chat_template.jinja")
 

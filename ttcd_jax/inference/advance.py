@@ -11,7 +11,7 @@ from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState
 from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.nn.linear import rms_norm
-from ttcd_jax.nn.row import Cut, Piece
+from ttcd_jax.nn.row import Cut, Hidden, Piece
 from ttcd_jax.sharding.rules import constrain, gathered
 from ttcd_jax.sharding.vocabulary import lookup
 
@@ -25,7 +25,7 @@ def advance(
     halo: int,
     has_gap: bool,
     is_plain: Bool[Array, " B"] | Literal[True] | None = None,
-) -> tuple[Float[Array, "B T D"], InferenceState]:
+) -> tuple[Hidden, InferenceState]:
     """(final normed hidden states, state after the piece) of the next tokens of every row.
 
     The first `lengths` of a row's T positions are tokens, the others padding; a row of length 0

@@ -66,8 +66,8 @@ class Generation(Iterator[Event]):
 
     `state` (one row per request; donated: do not use it again) has read the text before the
     prompts; without it each begins a document, with bos. A row's text does not depend on the other
-    rows. Random draws depend on positions, so a prompt that includes the beginning of a generated
-    text is continued as that text. The repetition penalty ignores tokens read before `state`.
+    rows. Random draws depend on positions: a prompt with the beginning of a generated text is
+    continued as that text. The repetition penalty ignores tokens read before `state`.
 
     Between events, the attribute `state` has read all tokens of the events so far, except a stop
     token and the token that completes a stop string; the next event donates it.

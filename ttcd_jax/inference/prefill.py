@@ -149,7 +149,7 @@ def next_piece(
 
 
 def _halo(before: np.ndarray, window: int | None, slots: int | None) -> int:
-    """Earlier positions that attention reads, for rows that have read `before` tokens."""
+    """Earlier positions that attention reads, after `before` tokens of every row."""
     if slots is None or not before.max():
         return 0
     return _round_up(int(before.max()), slots) if window is None else window - 1
@@ -175,7 +175,7 @@ def check_capacity(config: TransformerConfig, state: InferenceState, lengths: np
 
 
 def check_memory(config: TransformerConfig, memory: MemoryMode) -> None:
-    """Raises `UserError` for a mode that does not exist or that the model cannot have."""
+    """Raises `UserError` for an unknown mode, or one that the model cannot have."""
     if memory not in get_args(MemoryMode):
         raise UserError(f"memory {memory!r} is not one of {', '.join(get_args(MemoryMode))}")
     if memory == "published" and not has_in_place_memory(config):

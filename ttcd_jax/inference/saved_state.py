@@ -55,8 +55,8 @@ def save_state(
 def load_state(folder: str | os.PathLike[str], model: InferenceModel) -> InferenceState:
     """The state that `save_state` wrote, bit for bit, on the mesh in use if there is one.
 
-    Raises `CheckpointError` for a folder that is no saved state or is damaged, naming the file, and
-    for a state of another model, naming what differs.
+    Raises `CheckpointError` for a folder that is not a saved state or is damaged, naming the file,
+    and for a state of another model, naming the difference.
     """
     folder = Path(folder).absolute()
     if not (folder / _RECORD).is_file():

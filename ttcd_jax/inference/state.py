@@ -28,6 +28,7 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.block import LayerState
 from ttcd_jax.nn.windows import KVCache
 from ttcd_jax.sharding import rules
 
@@ -37,7 +38,7 @@ class InferenceState(NamedTuple):
 
     position: Int[Array, " B"]  # tokens read so far
     chunk_start: Int[Array, " B"]  # of the first chunk; 0 except with memory="published"
-    layers: tuple[dict[str, Any], ...]  # a block's sub-layers by name
+    layers: tuple[dict[str, LayerState], ...]  # a block's sub-layers by name
 
 
 def start_state(
@@ -45,7 +46,7 @@ def start_state(
 ) -> InferenceState:
     """The initial state of `batch_size` rows, sharded over the mesh in use by `state_axes`.
 
-    `max_length`: the most tokens that a row will have, which full attention needs.
+    `max_length`: the most tokens of a row, needed by full attention.
 
     Raises `UserError` for full attention without `max_length`, a model that reads tokens ahead, a
     batch that does not divide among the devices, and a mesh that shards rows (seq > 1).

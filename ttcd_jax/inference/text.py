@@ -101,7 +101,7 @@ class TextStream(Detokenizer):
         matches = [(start + len(stop), start) for start, stop in starts if start >= 0]
         self.is_stopped = bool(matches)
         if matches:
-            # The one that ends first, so that tokenization makes no difference.
+            # The one that ends first: tokenization makes no difference.
             self._held, rest = "", text[: min(matches)[1]]
             return rest
         num_held = max((_overlap(text, stop) for stop in self._stop), default=0)

@@ -1,29 +1,21 @@
 """Exports to Hugging Face transformers: plain transformers as Llama, Mistral, Qwen2 or Qwen3, and
-models with a memory in their down projections with code of their own (`modeling_ttcd.py`)."""
+models with a memory in their down projections with their own code (`modeling_ttcd.py`)."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from ttcd_jax.data.tokenizer import BOS_NAMES, EOS_NAMES, ByteTokenizer, Tokenizer
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import parse_json
-from ttcd_jax.interop.expressed import check_expressed
-from ttcd_jax.interop.hugging_face import (
-    CONFIG,
-    EMBEDDING,
-    FAMILIES,
-    HEAD,
-    OWN_TYPE,
-    model_of,
-    their_name,
-)
-from ttcd_jax.interop.reference import Params, model_to_reference
-from ttcd_jax.interop.weight_files import cast
+from ttcd_jax.interop.checkpoint import CONFIG, as_json, check_expressed, exported
+from ttcd_jax.interop.hugging_face import FAMILIES, HUGGING_FACE, OWN_TYPE, ROPES, SIZES, model_of
+from ttcd_jax.interop.reference import Params
 from ttcd_jax.methods import method_named
 from ttcd_jax.methods.in_place import PrefixSettings
 from ttcd_jax.models.config import TransformerConfig
@@ -34,17 +26,10 @@ MODELING = Path(__file__).with_name("modeling_ttcd.py")
 _LINE = next(x for x in MODELING.read_text().splitlines() if x.startswith("TRIED = "))
 TRIED = tuple(re.findall(r"\d[\d.]+", _LINE))
 _CLASSES = {"AutoConfig": "TTCDConfig", "AutoModelForCausalLM": "TTCDForCausalLM"}
-# Settings that this code does not compute, and the values that it assumes.
+# Settings that this code does not compute, with the values it assumes.
 _ASSUMED = {"renorm_chunks": None, "orthogonalizes_updates": False}
 _NAMES, _TOKENIZER = "tokenizer_config.json", "PreTrainedTokenizerFast"
 _THEIRS = "Hugging Face transformers"
-
-
-class Exported(NamedTuple):
-    """Tensors by their names in transformers, and the text of every small file."""
-
-    tensors: dict[str, np.ndarray]
-    files: dict[str, str]
 
 
 def export_hugging_face(
@@ -52,35 +37,24 @@ def export_hugging_face(
     config: TransformerConfig,
     *,
     length: int,
-    facts: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
     dtype: str | None = None,
-) -> Exported:
-    """A model for rows of up to `length` tokens: tensors, `config.json`, and the code of a model
-    with a memory.
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """(tensors by their names in transformers, text of every small file) of a model for rows of up
+    to `length` tokens; a model with a memory has a file of code.
 
-    With the `facts` of its import from Hugging Face tensors and configuration are those of the
-    import, bit for bit; otherwise float32. `dtype` replaces either. Raises `UserError` for a model
-    that transformers cannot express and for a value that `dtype` cannot hold.
+    `metadata` and `dtype` as in `exported`. Raises `UserError` for a model that transformers cannot
+    express.
     """
-    tensors = {their_name(x): y for x, y in model_to_reference(params, config).items()}
-    if facts is not None:
-        text, kinds = facts["config_json"], facts["dtypes"]
-        if facts["tied_head"]:
-            tensors[HEAD] = tensors[EMBEDDING]
-        if dtype is not None:
-            source = parse_json(text.encode(), Path(CONFIG))
-            source["dtype" if "dtype" in source else "torch_dtype"] = dtype
-            text = _json(source)
-        kinds = kinds if dtype is None else dict.fromkeys(tensors, dtype)
-        return Exported(cast(tensors, kinds), {CONFIG: text})
-    name, files = dtype or "float32", {}
-    source = {"max_position_embeddings": length, "torch_dtype": name}
-    if method_named(config.method).layers == "none":
-        source = plain_config(config) | source
-    else:
-        source = _own_config(config) | source
-        files[MODELING.name] = MODELING.read_text()
-    return Exported(cast(tensors, dict.fromkeys(tensors, name)), {CONFIG: _json(source)} | files)
+    has_memory = method_named(config.method).layers != "none"
+
+    def describe() -> dict[str, Any]:
+        source = _own_config(config) if has_memory else plain_config(config)
+        return source | {"max_position_embeddings": length}
+
+    tensors, text = exported(params, config, HUGGING_FACE, describe, metadata, dtype)
+    code = {MODELING.name: MODELING.read_text()} if has_memory else {}
+    return tensors, {CONFIG: text} | code
 
 
 def plain_config(config: TransformerConfig) -> dict[str, Any]:
@@ -107,12 +81,7 @@ def plain_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _sizes(config: TransformerConfig) -> dict[str, Any]:
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+    return {theirs: getattr(config, ours) for theirs, ours in SIZES.items()} | {
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
         "tie_word_embeddings": config.has_tied_head,
@@ -121,24 +90,19 @@ def _sizes(config: TransformerConfig) -> dict[str, Any]:
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, which all versions of transformers read."""
-    scaling: dict[str, Any] | None = None
+    scaling = None
     if rope.linear_factor != 1:
         scaling = {"rope_type": "linear", "factor": rope.linear_factor}
-    elif (llama3 := rope.llama3) is not None:
-        scaling = {"rope_type": "llama3", "factor": llama3.factor}
-        scaling |= {"original_max_position_embeddings": llama3.original_length}
-        scaling |= {"high_freq_factor": llama3.fast_turns, "low_freq_factor": llama3.slow_turns}
-    elif (yarn := rope.yarn) is not None:
-        scaling = {"rope_type": "yarn", "factor": yarn.factor}
-        scaling |= {"original_max_position_embeddings": yarn.original_length}
-        scaling |= {"beta_fast": yarn.fast_turns, "beta_slow": yarn.slow_turns}
-        scaling |= {} if yarn.magnitude is None else {"attention_factor": yarn.magnitude}
+    for kind, (_, keys) in ROPES.items():
+        if (found := getattr(rope, kind)) is not None:
+            values = {theirs: getattr(found, ours) for theirs, ours in keys.items()}
+            scaling = {"rope_type": kind} | {x: y for x, y in values.items() if y is not None}
     return {"rope_theta": rope.base, "rope_scaling": scaling}
 
 
 def _own_config(config: TransformerConfig) -> dict[str, Any]:
-    """The `config.json` of a model that `modeling_ttcd.py` computes: our configuration, and what
-    transformers itself reads. Raises `UserError` for a memory that it does not compute."""
+    """The `config.json` of a model that `modeling_ttcd.py` computes: our configuration, and the
+    keys of transformers. Raises `UserError` for a memory that it does not compute."""
     settings = config.settings
     if not isinstance(settings, PrefixSettings):
         raise UserError(
@@ -171,7 +135,7 @@ def text_files(tokenizer: Tokenizer, stored: Mapping[str, str]) -> dict[str, str
     none; the byte tokenizer as a `tokenizer.json`."""
     ends = [tokenizer.eos_id, *tokenizer.stop_ids]
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if ends[1:] else ends[0]}
-    files = {"generation_config.json": _json(ids | {"pad_token_id": ends[0]})}
+    files = {"generation_config.json": as_json(ids | {"pad_token_id": ends[0]})}
     names = {"bos_token": BOS_NAMES[0], "eos_token": EOS_NAMES[0]}
     if isinstance(tokenizer, ByteTokenizer):
         files["tokenizer.json"] = _byte_tokenizer()
@@ -184,7 +148,7 @@ def text_files(tokenizer: Tokenizer, stored: Mapping[str, str]) -> dict[str, str
     if (text := stored.get(_NAMES)) is not None:
         named = parse_json(text.encode(), Path(_NAMES))
         named["pad_token"] = named.get("pad_token") or named.get("eos_token") or names["eos_token"]
-    return files | dict(stored) | {_NAMES: _json(named)}
+    return files | dict(stored) | {_NAMES: as_json(named)}
 
 
 def _byte_tokenizer() -> str:
@@ -192,31 +156,13 @@ def _byte_tokenizer() -> str:
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [x for x in range(256) if x not in visible]
     letters = {chr(x): x for x in visible} | {chr(256 + i): x for i, x in enumerate(hidden)}
-    special = {BOS_NAMES[0]: ByteTokenizer.bos_id, EOS_NAMES[0]: ByteTokenizer.eos_id}
-    added = [
-        {"id": token_id, "content": name, "special": True}
-        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        for name, token_id in special.items()
-    ]
-    bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    bos = {"SpecialToken": {"id": BOS_NAMES[0], "type_id": 0}}
-    bos_facts = {"id": BOS_NAMES[0], "ids": [ByteTokenizer.bos_id], "tokens": [BOS_NAMES[0]]}
-    return _json(
-        {
-            "version": "1.0",
-            "added_tokens": added,
-            "pre_tokenizer": bytes_of | {"use_regex": False},
-            "post_processor": {
-                "type": "TemplateProcessing",
-                "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
-                "pair": [bos, *({"Sequence": {"id": x, "type_id": 0}} for x in "AB")],
-                "special_tokens": {BOS_NAMES[0]: bos_facts},
-            },
-            "decoder": bytes_of | {"use_regex": False},
-            "model": {"type": "BPE", "vocab": letters | special, "merges": []},
-        }
+    bos, eos = BOS_NAMES[0], EOS_NAMES[0]
+    special = {bos: ByteTokenizer.bos_id, eos: ByteTokenizer.eos_id}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=letters | special, merges=[]))
+    tokenizer.add_special_tokens([bos, eos])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, special[bos])]
     )
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2) + "\n"
+    return tokenizer.to_str(pretty=True)

@@ -1,4 +1,4 @@
-"""Conversion between the configuration keys of the reference implementation and ours.
+"""Checkpoints of the reference implementation: import, export, and the keys of its configurations.
 
 Every method has its table (`methods.registry.Reference`). A `config.json` omits defaults, which
 differ between model classes: an absent key takes the default of the table. A `DataError` names a
@@ -7,9 +7,20 @@ setting that the reference's code supports and ours does not.
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.interop.checkpoint import (
+    Format,
+    ImportedModel,
+    check_expressed,
+    exported,
+    open_checkpoint,
+)
+from ttcd_jax.interop.reference import Params
 from ttcd_jax.methods import METHODS, Method, method_named
 from ttcd_jax.methods.registry import REQUIRED, Key, Reference, Source
 from ttcd_jax.models.config import TransformerConfig
@@ -127,3 +138,33 @@ def reference_config(config: TransformerConfig) -> dict[str, Any]:
             value = next(names, key.default)
         source[key.name] = list(value) if isinstance(value, tuple) else value
     return source | dict(reference.fixed) | reference.write(config, config.settings)
+
+
+_FORMAT = Format(
+    "reference",
+    model_of=lambda source, precision: transformer_config(source, precision=precision),
+    unread=unread_keys,
+    dropped=(".ttt_lr", "inv_freq"),  # stored by old runs
+    dtype=np.dtype(np.float32),
+)
+
+
+def open_reference(path: Path) -> ImportedModel:
+    """`open_checkpoint`, with float32 parameters."""
+    return open_checkpoint(path, _FORMAT)
+
+
+def export_reference(
+    params: Params,
+    config: TransformerConfig,
+    metadata: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+) -> tuple[dict[str, np.ndarray], str]:
+    """`exported`. Raises `UserError` for a model that the reference cannot express."""
+
+    def describe() -> dict[str, Any]:
+        source = reference_config(config)
+        check_expressed(config, transformer_config(source), "the reference implementation")
+        return source
+
+    return exported(params, config, _FORMAT, describe, metadata, dtype)

@@ -1,9 +1,9 @@
 """The tensors of a checkpoint on disk: one .safetensors file, or several with an index.
 
-A file is 8 bytes (the header's length, little endian), the header (JSON: name -> dtype, shape,
-byte range), then the data. The library rejects a header that does not fit the file: byte ranges
-that overlap, leave a gap or do not end with the file, and sizes that contradict dtype and shape.
-Duplicate names, control characters in names, and NaN are rejected here.
+A file is 8 bytes (the header's length, little endian), the header (JSON: name -> dtype, shape, byte
+range), then the data. The library rejects a header that does not fit the file: byte ranges that
+overlap, leave a gap or do not end with the file, and sizes of another dtype or shape. Duplicate
+names, control characters in names, and NaN are rejected here.
 """
 
 import importlib
@@ -206,24 +206,21 @@ def write_safetensors(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
     )
-    shards = split.filename_to_tensors.items()
-    files = [_write(folder / file, tensors, names) for file, names in shards]
+    files = []
+    for name, names in split.filename_to_tensors.items():
+        # The library writes the buffer under a view: a transpose must be made contiguous.
+        arrays = {x: np.ascontiguousarray(tensors[x]).reshape(tensors[x].shape) for x in names}
+        files.append(folder / name)
+        try:
+            with whole_file(files[-1]) as unfinished:
+                save_file(arrays, unfinished, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise UserError(f"cannot write {files[-1]}: {error}; choose another folder") from error
     if not split.is_sharded:
         return files
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     write_json(folder / INDEX, index)
     return [*files, folder / INDEX]
-
-
-def _write(file: Path, tensors: Mapping[str, np.ndarray], names: list[str]) -> Path:
-    # The library writes the buffer under a view: a transpose must be made contiguous.
-    out = {name: np.ascontiguousarray(tensors[name]).reshape(tensors[name].shape) for name in names}
-    try:
-        with whole_file(file) as unfinished:
-            save_file(out, unfinished, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise UserError(f"cannot write {file}: {error}; choose another folder") from error
-    return file
 
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")

@@ -96,14 +96,15 @@ class Results:
         return self.path
 
 
-def evaluate(task: Task, subject: Subject, step: int) -> Results:
+def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None) -> Results:
     """The records of every variant of a model, with their task, run and step. Answers are kept in
-    the folder of results until `Results.write`, so that the same evaluation goes on after an
-    interruption. Raises `UserError` where the results would replace another model's."""
+    the folder of results (a name in `eval` of the run, or a path; None: `folder_name`) until
+    `Results.write`, so that the same evaluation goes on after an interruption. Raises `UserError`
+    where the results would replace another model's."""
     result = Results(
         task=type(task),
         run_dir=Path(subject.run_dir).absolute(),
-        folder=folder_name(task.name, subject.label or subject.changes),
+        folder=folder or folder_name(task.name, subject.label or subject.changes),
         label=subject.name,
         changes=subject.changes,
         options=task.to_dict(),
@@ -190,7 +191,9 @@ def read_results(path: Path) -> Results:
     """The results in a file, which are of the folder where it lies now. Raises `UserError` for an
     unknown task, `DataError` for a file that is damaged."""
     found = read_json(path)
-    task = find_task(str(found.get("task")))
+    if not isinstance(name := found.get("task"), str):
+        raise DataError(f"{path} is damaged (it names no task): measure it again")
+    task = find_task(name)
     facts, digests = found.get("facts"), found.get("measured_on")
     facts = facts if isinstance(facts, dict) else {}
     if not isinstance(digests, dict):  # earlier versions stored the digest of documents alone

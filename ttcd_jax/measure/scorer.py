@@ -83,7 +83,8 @@ def placed(batch: dict[str, np.ndarray]) -> dict[str, Any]:
 class Scorer:
     """`model`, on the mesh in use, with at most `batch_size` rows at once. `name` is that of its
     progress, "" for none. Answers in `journal` are not computed again; the same requests give the
-    same batches, so an evaluation that goes on gives the same bits.
+    same batches, so an evaluation that goes on gives the same bits. `piece_size` is that of
+    `inference.prefill`, for all that is streamed.
 
     `tokenizer` is needed to generate. Raises `UserError` and `DataError` for tokens outside the
     vocabulary, and for a batch size that does not divide among the devices.
@@ -97,9 +98,11 @@ class Scorer:
         batch_size: int = 16,
         name: str = "",
         journal: Journal | None = None,
+        piece_size: int | None = None,
     ) -> None:
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self._name, self._journal = name, journal
+        self._size: Any = {"piece_size": piece_size}
 
     @functools.cached_property
     def inference(self) -> InferenceModel:
@@ -188,7 +191,7 @@ class Scorer:
             chosen = [requests[i] for i in index] + [padding] * (num_rows - len(index))
             state = self._state(num_rows, max(sizes[i] for i in index))
             texts = [""] * num_rows
-            generation = Generation(self.inference, tokenizer, chosen, state=state)
+            generation = Generation(self.inference, tokenizer, chosen, state=state, **self._size)
             for event in generation:
                 texts[event.row] += event.text
             coded = (json.dumps(text).encode() for text in texts[: len(index)])
@@ -220,7 +223,7 @@ class Scorer:
         if journal is not None:
             config = self.model.config.to_dict()
             key = journal.key(
-                [kind, plan, longest],
+                [kind, plan, longest, self._size],
                 config,
                 self.checksum,
                 content=(array.tobytes() for array in content),
@@ -289,7 +292,7 @@ class Scorer:
             for field, values in zip(scores, jax.device_get(part), strict=True):
                 field[row, start[row] + offset] = values[row, offset]
 
-        for counts, hidden, _ in stream(self.inference, state, tokens, lengths):
+        for counts, hidden, _ in stream(self.inference, state, tokens, lengths, **self._size):
             index = np.minimum(done[:, None] + np.arange(hidden.shape[1]), tokens.shape[1] - 1)
             part = _piece_scores(self.inference, hidden, np.take_along_axis(targets, index, axis=1))
             if last:
@@ -325,7 +328,7 @@ class Scorer:
         dtype = self.model.config.precision.compute_dtype
         last = jnp.zeros((num_rows, self.model.config.dim), dtype)
         tokens = _padded(contexts, num_rows, int(lengths.max()))
-        for counts, hidden, after in stream(self.inference, state, tokens, lengths):
+        for counts, hidden, after in stream(self.inference, state, tokens, lengths, **self._size):
             last, state = newest_hidden(hidden, counts, last), after
         found: list[list[Likelihood]] = [[Likelihood(0.0, True)] * len(group) for group in groups]
         rows = [

@@ -32,7 +32,7 @@ def chunk_segments(
 class MemoryMask(NamedTuple):
     """Which tokens write to and read from a memory. `None` means "all" (for `resets`, "none").
 
-    A token reads what tokens of its own document wrote in earlier chunks. Only a chunk's last
+    A token reads the writes of its own document's tokens in earlier chunks. Only a chunk's last
     document can reach the next chunk, so there is one state per row, reset where that document is
     not the one the state belongs to.
     """

@@ -29,6 +29,7 @@ from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Axes
 from ttcd_jax.nn.product import product
 
 NORM_EPS = 1e-6
+State = Float[Array, "B N H X"]
 # g of a token that forgets everything: exp is 0, sums over a chunk stay finite in float32.
 FORGET_ALL = -1e30
 
@@ -77,9 +78,35 @@ class DeltaWrites(NamedTuple):
     log_decay: Float[Array, "B T N"] | None
 
 
+class _Chunk(NamedTuple):
+    """A chunk as a function of the state S before it, [C, B, N, ...]: u = writes - erases S,
+    o = queries S + scores u, and S <- kept S + keys^T u. The factors include the decay."""
+
+    queries: jax.Array  # [L, H], operands of products in the dtype of the inputs
+    scores: jax.Array  # [L, S], zero for later S
+    keys: jax.Array  # [L, H]
+    erases: jax.Array  # [L, H]
+    writes: jax.Array  # [L, X], wide
+    kept: jax.Array  # [1, 1], wide
+
+
+class Solved(NamedTuple):
+    """The chunks of a row of `length` tokens."""
+
+    chunks: _Chunk
+    length: int
+
+
+class Transition(NamedTuple):
+    """The effect of consecutive tokens on the state before them: S -> keeps S + adds."""
+
+    keeps: Float[Array, "B N H H"]
+    adds: Float[Array, "B N H X"]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DeltaMemory(AssociativeMemory):
+class DeltaMemory(AssociativeMemory[DeltaWrites, State, Solved, Transition]):
     """The delta rule as a memory: its state is S [B, N, H, X], read by q [B, T, N, H], written by
     `DeltaWrites`; a token reads its own write. `chunk_size` changes the speed, not the result.
 
@@ -104,7 +131,7 @@ class DeltaMemory(AssociativeMemory):
         *,
         length: int,
         previous_segment: Int[Array, " B"] | None = None,
-    ) -> "Solved":
+    ) -> Solved:
         wide = jnp.promote_types(self.state_dtype, jnp.float32)
         k, v, beta, log_decay = writes
         log_decay = _forgetting(log_decay, segments, previous_segment, wide)
@@ -112,20 +139,20 @@ class DeltaMemory(AssociativeMemory):
         solve = jax.checkpoint(functools.partial(_solve, wide=wide))
         return Solved(solve(*jax.tree.map(arrange, (reads, k, v, beta, log_decay))), length)
 
-    def start_of(self, prepared: "Solved") -> Float[Array, "B N H X"]:
+    def start_of(self, prepared: Solved) -> State:
         chunks = prepared.chunks
         shape = (*chunks.keys.shape[1:3], chunks.keys.shape[-1], chunks.writes.shape[-1])
         return jnp.zeros(shape, self.state_dtype)
 
     def row(
-        self, prepared: "Solved", state: jax.Array | None = None, *, needs_end: bool = True
-    ) -> tuple[Float[Array, "B T N X"], Float[Array, "B N H X"]]:
+        self, prepared: Solved, state: State | None = None, *, needs_end: bool = True
+    ) -> tuple[Float[Array, "B T N X"], State]:
         state = self.start_of(prepared) if state is None else state
         advance = jax.checkpoint(_advance, prevent_cse=False)
         state, o = jax.lax.scan(advance, state, prepared.chunks)
         return from_chunks(jnp.moveaxis(o, (0, 2), (1, 3)), prepared.length), state
 
-    def summary(self, prepared: "Solved") -> "Transition":
+    def summary(self, prepared: Solved) -> Transition:
         """The map of all chunks together: `adds` is the result for a zero state, `keeps` for the
         identity without writes."""
         zero = self.start_of(prepared)
@@ -139,25 +166,18 @@ class DeltaMemory(AssociativeMemory):
         composed = jax.checkpoint(compose, prevent_cse=False)
         return jax.lax.scan(composed, begin, prepared.chunks)[0]
 
-    def combine(self, first: "Transition", then: "Transition") -> "Transition":
+    def combine(self, first: Transition, then: Transition) -> Transition:
         apply = functools.partial(jnp.einsum, "BNHK,BNKX->BNHX", then.keeps, precision="highest")
         return Transition(apply(first.keeps), apply(first.adds) + then.adds)
 
-    def neutral(self, summary: "Transition") -> "Transition":
+    def neutral(self, summary: Transition) -> Transition:
         identity = jnp.eye(summary.keeps.shape[-1], dtype=summary.keeps.dtype)
         return Transition(
             jnp.broadcast_to(identity, summary.keeps.shape), jnp.zeros_like(summary.adds)
         )
 
-    def state_after(self, summary: "Transition") -> Float[Array, "B N H X"]:
+    def state_after(self, summary: Transition) -> State:
         return summary.adds
-
-
-class Transition(NamedTuple):
-    """The effect of consecutive tokens on the state before them: S -> keeps S + adds."""
-
-    keeps: Float[Array, "B N H H"]
-    adds: Float[Array, "B N H X"]
 
 
 def _forgetting(
@@ -181,25 +201,6 @@ def _to_head_chunks(x: jax.Array, chunk_size: int) -> jax.Array:
     """[B, T, N, ...] -> [C, B, N, L, ...]. Padding has beta = 0 and g = 0: it writes and forgets
     nothing."""
     return jnp.moveaxis(to_chunks(x, chunk_size), (1, 3), (0, 2))
-
-
-class Solved(NamedTuple):
-    """The chunks of a row of `length` tokens."""
-
-    chunks: "_Chunk"
-    length: int
-
-
-class _Chunk(NamedTuple):
-    """A chunk as a function of the state S before it, [C, B, N, ...]: u = writes - erases S,
-    o = queries S + scores u, and S <- kept S + keys^T u. The factors include the decay."""
-
-    queries: jax.Array  # [L, H], operands of products in the dtype of the inputs
-    scores: jax.Array  # [L, S], zero for later S
-    keys: jax.Array  # [L, H]
-    erases: jax.Array  # [L, H]
-    writes: jax.Array  # [L, X], wide
-    kept: jax.Array  # [1, 1], wide
 
 
 def _solve(

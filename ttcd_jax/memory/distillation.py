@@ -1,14 +1,14 @@
-"""Context distillation, measured: the gap between student and teacher, and what a memory leaves of
-it.
+"""Context distillation, measured: the gap between student and teacher, and the rest of it with a
+memory.
 
-A layer with a teacher writes what the student's features z_S miss of the teacher's z_T. With the
-base weight W_base and the running weight W_i of a token's chunk,
+A layer with a teacher writes the difference of the teacher's features z_T and the student's z_S.
+With the base weight W_base and the running weight W_i of a token's chunk,
 
     y_T = z_T W_base,  y_S = z_S W_base (memory off),  y = z_S W_i (memory on)
     gap = |y_T - y_S| / |y_T|,  gap on = |y_T - y| / |y_T|
     L_CD = mean over tokens of |y_T - y_S|^2 / 2,  on: |y_T - y|^2 / 2
     cosine of (y - y_S, y_T - y_S): whether the memory moves y towards the teacher
-    gap both = |z_T W_i - z_S W_i| / |y_T|: what the ideal memory descends, whose teacher moves too
+    gap both = |z_T W_i - z_S W_i| / |y_T|: the loss of the ideal memory, whose teacher moves too
 
 z_T and z_S are the features that the layer's error compares (`InPlaceMLP.views`), after their
 convolutions and before keys are normalized, whatever the layer itself reads. Gate, P, normalization
@@ -36,8 +36,8 @@ class Distillation(NamedTuple):
     on: Float[Array, "..."]  # |y_T - y|
     both: Float[Array, "..."]  # |z_T W_i - z_S W_i|
     change: Float[Array, "..."]  # |z_out (W_i - W_base)|, z_out the features that the layer reads
-    # Whether a token of its document has written what it reads, and neither |y_T - y_S| nor
-    # |y - y_S| is rounding.
+    # Whether an earlier chunk has a token of its document, and neither |y_T - y_S| nor |y - y_S| is
+    # rounding.
     is_moved: Bool[Array, "..."]
     cosine: Float[Array, "..."]  # of y - y_S and y_T - y_S; 0 where it is not moved
 
@@ -50,8 +50,8 @@ def distances(
     change: Float[Array, "B C L D"],
     segments: Int[Array, "B C L"] | None,
 ) -> Distillation:
-    """The measures of rows by chunk, [B, C, L]. `both` is (z_T - z_S) W_i, `change` what the memory
-    adds to the layer's output; without `segments` a row is one document."""
+    """The measures of rows by chunk, [B, C, L]. `both` is (z_T - z_S) W_i, `change` the memory's
+    addition to the layer's output; without `segments` a row is one document."""
     wide, eps = jnp.promote_types(y.dtype, jnp.float32), jnp.finfo(y.dtype).eps
     teacher, student, y = (x.astype(wide) for x in (y_teacher, y_student, y))
     gap, move = teacher - student, y - student

@@ -1,8 +1,8 @@
 """LaCT's memory: a SwiGLU whose three matrices learn along the row, chunk by chunk.
 
-Every chunk first reads what the chunks before it wrote, and then writes; the last one only reads.
-Per fast head, with rows q, k, v [L, H], learning rates lr per token and matrices in
-[in, out] layout (the published ones transposed):
+Every chunk first reads the writes of the chunks before it, and then writes; the last one only
+reads. Per fast head, with rows q, k, v [L, H], learning rates lr per token and matrices in [in,
+out] layout (the published ones transposed):
 
     read    f(q) = (silu(q w0) * (q w2)) w1
     write   a = k w0,  u = k w2,  g = v w1^T,  all from the weights the chunk was read through
@@ -72,7 +72,7 @@ def unit(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class FastSwiGLU(ChunkedMemory):
+class FastSwiGLU(ChunkedMemory[FastWrites, FastState]):
     """The memory that starts at `weights` (no batch axis): read by q [B, L, N, H], written by
     `FastWrites`. A document begins with `weights`, and with a momentum of zero."""
 

@@ -1,16 +1,16 @@
 """A memory along rows that arrive piece by piece.
 
-Tokens read what full chunks wrote. The tokens of the open chunk write nothing yet: the operands of
-their writes are stored (keys and errors, for example: delta_w in its low-rank form), and the token
-that fills the chunk triggers the write, by the function that writes whole chunks in training. A
-piece costs what its tokens cost in a long row; a single token touches one slot of the open chunk.
+Tokens read the writes of full chunks. The tokens of the open chunk write nothing yet: the operands
+of their writes are stored (keys and errors, for example: delta_w in its low-rank form). The token
+that fills the chunk triggers the write, by the function of training. A piece costs as much as its
+tokens do in a long row; a single token touches one slot of the open chunk.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from ttcd_jax.memory.chunks import from_chunks, to_chunks
 from ttcd_jax.memory.protocol import ChunkedMemory
@@ -18,11 +18,13 @@ from ttcd_jax.nn.row import Piece, scatter_from, where_rows
 from ttcd_jax.sharding.rules import is_distributed
 
 
-class OpenChunk(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OpenChunk[Writes, State]:
     """A memory in the middle of a row."""
 
-    memory: Any  # the state that the full chunks wrote
-    open: Any  # operands of the open chunk's write, [B, L, ...]
+    memory: State  # that the full chunks wrote
+    open: Writes  # operands of the open chunk's write, [B, L, ...]
 
     def axes(self) -> "OpenChunk":
         """Logical axes: weights [B, F, D] sharded by rows and `mlp`, all else by rows."""
@@ -35,11 +37,13 @@ class OpenChunk(NamedTuple):
 
         return OpenChunk(jax.tree.map(names, self.memory), jax.tree.map(rows, self.open))
 
-    def kinds(self) -> dict[str, Any]:
+    def kinds(self) -> dict[str, object]:
         return {"memory": self.memory, "open chunk": self.open}
 
 
-def start_pieces(memory: ChunkedMemory, batch_size: int, chunk_size: int, writes: Any) -> OpenChunk:
+def start_pieces[W, S](
+    memory: ChunkedMemory[W, S], batch_size: int, chunk_size: int, writes: W
+) -> OpenChunk[W, S]:
     """The state before rows begin; `writes`: shapes of the operands of writes, [B, C, L, ...]."""
     return OpenChunk(
         memory.start(batch_size),
@@ -47,21 +51,27 @@ def start_pieces(memory: ChunkedMemory, batch_size: int, chunk_size: int, writes
     )
 
 
-def over_piece(
-    memory: ChunkedMemory, state: OpenChunk, reads: Any, writes: Any, piece: Piece
-) -> tuple[jax.Array, OpenChunk]:
-    """(y [B, T, ...], the state after the piece).
+def over_piece[W, S](
+    memory: ChunkedMemory[W, S],
+    state: OpenChunk[W, S],
+    reads: Float[Array, "B T ..."],
+    writes: W,
+    piece: Piece,
+) -> tuple[Float[Array, "B T ..."], OpenChunk[W, S]]:
+    """(y, the state after the piece).
 
-    `reads` and `writes`: trees of [B, T, ...]. `writes` may hold more positions than `reads`: the
-    first few overwrite the provisional entries of the tokens just before the piece.
+    `writes`, arrays [B, T, ...], may hold more positions than `reads`: the first few overwrite the
+    provisional entries of the tokens just before the piece.
     """
-    length = jax.tree.leaves(reads)[0].shape[1]
+    length = reads.shape[1]
     chunk_size = jax.tree.leaves(state.open)[0].shape[1]
     piece.cut.check("chunk_size", chunk_size)
     if length <= chunk_size:
         return _inside_chunk(memory, state, reads, writes, piece)
 
-    def one_chunk(state: OpenChunk, chunk: Any) -> tuple[OpenChunk, jax.Array]:
+    def one_chunk(
+        state: OpenChunk[W, S], chunk: tuple[Array, W, Array]
+    ) -> tuple[OpenChunk[W, S], Array]:
         reads, writes, offset = chunk
         inside = piece._replace(lengths=jnp.clip(piece.lengths - offset, 0, chunk_size))
         y, state = _inside_chunk(memory, state, reads, writes, inside)
@@ -73,13 +83,13 @@ def over_piece(
     return from_chunks(jnp.moveaxis(y, 0, 1), length), state
 
 
-def _inside_chunk(
-    memory: ChunkedMemory, state: OpenChunk, reads: Any, writes: Any, piece: Piece
-) -> tuple[jax.Array, OpenChunk]:
+def _inside_chunk[W, S](
+    memory: ChunkedMemory[W, S], state: OpenChunk[W, S], reads: Array, writes: W, piece: Piece
+) -> tuple[Array, OpenChunk[W, S]]:
     y = memory.read(state.memory, reads)
     assert piece.phase is not None
     phase = piece.phase
-    lead = jax.tree.leaves(writes)[0].shape[1] - jax.tree.leaves(reads)[0].shape[1]
+    lead = jax.tree.leaves(writes)[0].shape[1] - reads.shape[1]
     count = jnp.where(piece.lengths > 0, piece.lengths + lead, 0)
     chunk = jax.tree.map(
         lambda slots, new: scatter_from(slots, new, phase - lead, count), state.open, writes
@@ -91,20 +101,22 @@ def _inside_chunk(
     return y, OpenChunk(_written(is_full, memory, before, chunk), chunk)
 
 
-def _written(is_full: Bool[Array, " B"], memory: ChunkedMemory, state: Any, chunk: Any) -> Any:
+def _written[W, S](
+    is_full: Bool[Array, " B"], memory: ChunkedMemory[W, S], state: S, chunk: W
+) -> S:
     """The state after a write in the rows whose chunk is full. One row at a time, because rows of
     a batch fill their chunks at different tokens, and most tokens fill none. On a mesh, whose
     devices share the rows, all rows at once; so for a single row, whose delta_w XLA would compute
     before a loop, at every token."""
     if is_distributed() or len(is_full) == 1:
 
-        def all_rows(state: Any) -> Any:
+        def all_rows(state: S) -> S:
             return where_rows(is_full, memory.write(state, chunk), state)
 
         return jax.lax.cond(is_full.any(), all_rows, lambda state: state, state)
     order = jnp.argsort(~is_full)
 
-    def one_row(index: jax.Array, state: Any) -> Any:
+    def one_row(index: jax.Array, state: S) -> S:
         row = order[index]
         before, operands = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), (state, chunk)
@@ -118,7 +130,7 @@ def _written(is_full: Bool[Array, " B"], memory: ChunkedMemory, state: Any, chun
     return jax.lax.fori_loop(0, is_full.sum(), one_row, state)
 
 
-def inside_open_chunk(tail: Any, piece: Piece, chunk_size: int) -> Any:
+def inside_open_chunk[Tail](tail: Tail, piece: Piece, chunk_size: int) -> Tail:
     """Tails [B, R - 1, ...] after the piece, zero for tokens of full chunks."""
     assert piece.phase is not None
     count = (piece.phase + piece.lengths) % chunk_size

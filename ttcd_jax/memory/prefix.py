@@ -2,8 +2,8 @@
 
     S_{i+1} = a_i S_i + delta_w_i,   a_i = 1 as published: S_i = sum_{j<i} delta_w_j
 
-With decays the columns of S are Q groups of D / Q, each with a factor a_i of its own, the product
-of exp(log_decay) of the tokens that write into chunk i: a memory of several time scales. A document
+With decays the columns of S are Q groups of D / Q, each with its own factor a_i, the product of
+exp(log_decay) of the tokens that write into chunk i: a memory of several time scales. A document
 boundary is a_i = 0. Three forms of one function, equal in values and gradients:
 
     blocked      a scan over blocks of chunks with an associative scan inside each, and a custom
@@ -23,18 +23,19 @@ bfloat16, as the published code does (`folds_state`), puts an error of 17 % on z
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from ttcd_jax.memory.chunks import MemoryMask, masked
 from ttcd_jax.memory.delta import chunk_delta
 from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Axes, ChunkedMemory, Chunks
 from ttcd_jax.nn.product import product
 
+Sum = Float[Array, "B F D"]  # of delta_w, without eta
 Element = tuple[jax.Array, jax.Array]  # of `decayed_sum`
 Form = Literal["auto", "blocked", "associative", "attention"]
 
@@ -66,7 +67,7 @@ class PrefixOptions(NamedTuple):
 
 class Writes(NamedTuple):
     """Operands of the write of a chunk [B, C, L, ...], of a row's or of the open one's [B, L, ...].
-    What is None has no effect: nothing decays, every write replaces as a whole."""
+    Without `log_decay` nothing decays, without `rate` every write replaces as a whole."""
 
     keys: Float[Array, "*rest F"]
     errors: Float[Array, "*rest D"]
@@ -74,49 +75,51 @@ class Writes(NamedTuple):
     rate: Float[Array, "*rest"] | None = None  # of `running.CorrectingMemory` alone
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PrefixMemory(ChunkedMemory, AssociativeMemory):
-    """W_base and the sum of delta_w, as a memory: its state is the sum [B, F, D] without eta, it is
-    read by features z [B, C, L, F] and written by `Writes`."""
+class SumMemory(ChunkedMemory[Writes, Sum]):
+    """W_base and a sum, read by features z [B, C, L, F] and written by `Writes`."""
 
     w_base: Float[Array, "F D"]
     options: PrefixOptions = dataclasses.field(metadata={"static": True})
+
+    def start(self, batch_size: int) -> Sum:
+        return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
+
+    def read(self, state: Sum, reads: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
+        """z W_base + eta z S."""
+        return _read(self.options, self.w_base, state[:, None], reads[:, None], None)[:, 0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes], Element]):
+    """The sum of delta_w as a memory."""
 
     def axes(self) -> Axes:
         """F is sharded, except where scores (the attention form) or norms sum over it."""
         if self.options.form == "attention" or self.options.orthogonalizes:
             return Axes()
         features = (*ROWS, None, "mlp")
-        writes: Any = (features, ROWS, ROWS, ROWS)
-        return Axes(("mlp",), features, Writes(*writes), ROWS, ("tensor",))
+        writes = Writes._make((features, ROWS, ROWS, ROWS))
+        return Axes(("mlp",), features, writes, ROWS, ("tensor",))
 
-    def start(self, batch_size: int) -> Float[Array, "B F D"]:
-        return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
-
-    def read(self, state: Float[Array, "B F D"], reads: Float[Array, "B L F"]) -> jax.Array:
-        """z W_base + eta z S."""
-        return read_state(self.options, self.w_base, state, reads)
-
-    def write(
-        self, state: Float[Array, "B F D"], writes: Writes, mask: jax.Array | None = None
-    ) -> Float[Array, "B F D"]:
+    def write(self, state: Sum, writes: Writes, mask: Bool[Array, "#B L"] | None = None) -> Sum:
         """a S + delta_w of the chunk."""
         errors = masked(writes.errors, mask)[:, None]
         delta = _delta(self.options, errors, writes.keys[:, None])[:, 0]
         return decayed(state, writes.log_decay, mask) + delta
 
     def row(
-        self, prepared: Chunks, state: jax.Array | None = None, *, needs_end: bool = True
-    ) -> tuple[jax.Array, jax.Array]:
+        self, prepared: Chunks[Writes], state: Sum | None = None, *, needs_end: bool = True
+    ) -> tuple[Float[Array, "B C L D"], Sum]:
         keys, errors, log_decay, _ = prepared.writes
         return read_prefix(
             self.options, prepared.reads, keys, errors, self.w_base, prepared.mask, state, log_decay
         )
 
-    def summary(self, prepared: Chunks) -> tuple[Float[Array, "B Q"], Float[Array, "B F D"]]:
-        """(what the chunks leave of a state before them, the state after them from zero): an
-        element of `decayed_sum`."""
+    def summary(self, prepared: Chunks[Writes]) -> Element:
+        """(the share of a state before the chunks that is left after them, the state after them
+        from zero): an element of `decayed_sum`."""
         (keys, errors, log_decay, _), mask = prepared.writes, prepared.mask
         errors = masked(errors, mask.writes)
         left = _left(_of_chunks(log_decay, mask), mask.resets)
@@ -128,14 +131,14 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
             errors = times(left[:, 1:].astype(errors.dtype), errors)
         return whole, _product(self.options, "BCLF,BCLD->BFD", keys, errors)
 
-    def combine(self, first: Any, then: Any) -> Any:
+    def combine(self, first: Element, then: Element) -> Element:
         return decayed_sum(first, then)
 
-    def neutral(self, summary: Any) -> Any:
+    def neutral(self, summary: Element) -> Element:
         kept, total = summary
         return jnp.ones_like(kept), jnp.zeros_like(total)
 
-    def state_after(self, summary: Any) -> Float[Array, "B F D"]:
+    def state_after(self, summary: Element) -> Sum:
         return summary[1]
 
 
@@ -153,7 +156,8 @@ def read_prefix(
 
     Differentiable in everything but the mask, through both results. The state is that of the row's
     last document (without eta), `initial_state` the same from earlier rows. `log_decay`: the
-    logarithm of what a token that writes leaves of every group of columns, at most 0; None: all.
+    logarithm, at most 0, of the share of every group of columns that is left after a token's write;
+    None: all.
 
     Raises:
         ValueError: the attention form with orthogonalized updates, or documents or decays with
@@ -188,15 +192,15 @@ class _Operands(NamedTuple):
     resets: jax.Array | None
 
 
-def _over_blocks(
-    body: Callable[[Any, Any], tuple[Any, Any]],
-    carry: Any,
-    operands: Any,
-    results: Any,
+def _over_blocks[Carry, Operands, Results](
+    body: Callable[[Carry, Operands], tuple[Carry, Results]],
+    carry: Carry,
+    operands: Operands,
+    results: Results,
     size: int,
     *,
     reverse: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[Carry, Results]:
     """`jax.lax.scan` of `body` over blocks [B, G, ...] of arrays [B, C, ...], without a transposed
     copy of them. Its results are written in place, over arrays `results` of their shapes. Padding
     chunks are zero: they neither write nor reset."""
@@ -206,7 +210,9 @@ def _over_blocks(
     def padded(x: jax.Array) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
 
-    def one_block(carry: Any, start: jax.Array) -> tuple[Any, None]:
+    def one_block(
+        carry: tuple[Carry, Results], start: jax.Array
+    ) -> tuple[tuple[Carry, Results], None]:
         cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=1)
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
         state, whole = carry
@@ -230,20 +236,10 @@ def decayed(
     log_decay: Float[Array, "B L Q"] | None,
     mask: jax.Array | None,
 ) -> Float[Array, "B F D"]:
-    """What a chunk leaves of the state, without its writes."""
+    """The rest of the state after a chunk, without its writes."""
     if log_decay is None:
         return state
     return times(jnp.exp(masked(log_decay, mask).sum(1)), state)
-
-
-def read_state(
-    options: PrefixOptions,
-    w_base: Float[Array, "F D"],
-    state: Float[Array, "B F D"],
-    z: Float[Array, "B L F"],
-) -> Float[Array, "B L D"]:
-    """z W_base + eta z S of one chunk."""
-    return _read(options, w_base, state[:, None], z[:, None], None)[:, 0]
 
 
 def decayed_sum(left: Element, right: Element) -> Element:
@@ -269,8 +265,9 @@ def _kept(log_decay: jax.Array | None, resets: jax.Array | None) -> jax.Array | 
 
 
 def _left(log_decay: jax.Array | None, resets: jax.Array | None) -> jax.Array | None:
-    """What the row leaves [B, C + 1, Q] of a state before each chunk, and of the last one: products
-    of a, by sums, whose gradients keep no array of size zero (see `_decayed_sums`)."""
+    """The share [B, C + 1, Q] of a state before each chunk, and of the last one, that is left after
+    the row: products of a, by sums, whose gradients keep no array of size zero (see
+    `_decayed_sums`)."""
     left = None if log_decay is None else jnp.exp(_sums_from(log_decay))
     if resets is None:
         return left
@@ -360,34 +357,28 @@ def _blocked_forward(
 
 
 def _blocked_backward(
-    options: PrefixOptions, saved: Any, cotangents: tuple[jax.Array, jax.Array]
+    options: PrefixOptions,
+    saved: tuple[_Operands, jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[_Operands, jax.Array, jax.Array]:
     """Two scans: forward once more over the states for dz, backward over their cotangents for the
     rest.
 
     cot(S_i) = eta z_i^T dy_i + a_i cot(S_{i+1}) and cot(delta_w_i) = cot(S_{i+1}). Where every
     token reads and nothing decays, the running sum of z_i^T dy_i is the gradient of W_base as well,
-    without a product of its own.
+    without its own product.
 
-    cot(log a_i) is the part of the loss's slope along y that what is written before chunk i has in
-    what is read after it: that of all reads after i less that of all writes from i on, by group of
-    columns. So it takes no state and its cotangent at once.
+    cot(log a_i) is the loss's slope along y, of the writes before chunk i in the reads after it, by
+    group of columns. It is the slope of all reads after i less that of all writes from i on, and so
+    takes no state and its cotangent at once.
     """
     operands, w_base, initial_state = saved
     dy, d_state = cotangents
     size = min(options.block_chunks, operands.z.shape[1])
 
-    def features(carry: jax.Array, block: Any) -> tuple[jax.Array, Any]:
-        block, dy = block
-        dz, carry, slope = _feature_cotangent(options, w_base, carry, block, dy)
-        return carry, (dz, slope)
-
-    def writes(carry: Any, block: Any) -> tuple[Any, Any]:
-        block, dy = block
-        carry, *found = _write_cotangent(options, carry, block, dy)
-        return carry, tuple(found)
-
     log_decay = operands.log_decay
+    features = functools.partial(_feature_cotangent, options, w_base)
+    writes = functools.partial(_write_cotangent, options)
     state, (dz, read) = _over_blocks(
         features, initial_state, (operands, dy), (operands.z, log_decay), size
     )
@@ -397,8 +388,8 @@ def _blocked_backward(
         writes, start, (operands, dy), results, size, reverse=True
     )
     d_decay = None
-    if log_decay is not None:
-        end = _by_group((d_state * state).sum(1), log_decay)[:, None]
+    if read is not None and written is not None:
+        end = _by_group((d_state * state).sum(1), read)[:, None]
         d_decay = _decay_cotangent(jnp.concatenate([read, end], axis=1), written, operands.resets)
     d_operands = _Operands(dz, d_keys, d_errors, d_decay, None, None)
     return d_operands, d_base.astype(w_base.dtype), d_initial
@@ -407,9 +398,9 @@ def _blocked_backward(
 def _decay_cotangent(
     read: Float[Array, "B C1 Q"], written: Float[Array, "B C Q"], resets: jax.Array | None
 ) -> Float[Array, "B C Q"]:
-    """cot(log a), from the slopes along what every chunk reads and what the state after the row
-    holds, and those along what every chunk writes; summed up to the next reset only, so that
-    rounding reaches no other document."""
+    """cot(log a), from the slopes along the reads of every chunk and along the state after the row,
+    and those along the writes of every chunk; summed up to the next reset only, so that rounding
+    reaches no other document."""
     if resets is None:
         total = functools.partial(jax.lax.cumsum, axis=1, reverse=True)
         return total(read)[:, 1:] - total(written)
@@ -430,29 +421,37 @@ def _by_group(x: Float[Array, "*rest D"], like: Float[Array, "*any Q"]) -> Float
 
 
 def _feature_cotangent(
-    options: PrefixOptions, w_base: jax.Array, carry: jax.Array, block: _Operands, dy: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """dz [B, G, L, F] = dy W_base^T + eta dy S^T, the state after the block, and the slope along
-    what each chunk reads, eta dy (z S), by group of columns."""
+    options: PrefixOptions,
+    w_base: jax.Array,
+    carry: jax.Array,
+    inputs: tuple[_Operands, jax.Array],
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    """(state after the block, (dz [B, G, L, F] = dy W_base^T + eta dy S^T, the slope along each
+    chunk's read, eta dy (z S), by group of columns)), from the block and its dy."""
+    block, dy = inputs
     kept = _kept(block.log_decay, block.resets)
     before, after = _states(_delta(options, block.errors, block.keys), kept, carry)
     if options.folds_state:
         folded = (w_base.astype(options.state_dtype) + options.eta * before).astype(dy.dtype)
-        return _product(options, "BGLD,BGFD->BGLF", dy, folded).astype(dy.dtype), after, None
+        dz = _product(options, "BGLD,BGFD->BGLF", dy, folded)
+        return after, (dz.astype(dy.dtype), None)
     narrow, slope = before.astype(dy.dtype), None
     if block.log_decay is not None:
         read = _product(options, "BGLF,BGFD->BGLD", masked(block.z, block.reads), narrow)
         slope = _by_group((options.eta * read * dy).sum(2), block.log_decay)
     fast = _product(options, "BGLD,BGFD->BGLF", dy, narrow)
     dz = _product(options, "BGLD,FD->BGLF", dy, w_base) + options.eta * masked(fast, block.reads)
-    return dz.astype(dy.dtype), after, slope
+    return after, (dz.astype(dy.dtype), slope)
 
 
 def _write_cotangent(
-    options: PrefixOptions, carry: tuple[jax.Array, jax.Array], block: _Operands, dy: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array, jax.Array | None]:
-    """((cot(S), sum of dW_base) before the block, d_errors, d_keys, the slope along what each chunk
-    writes by group of columns), from the pair after it."""
+    options: PrefixOptions,
+    carry: tuple[jax.Array, jax.Array],
+    inputs: tuple[_Operands, jax.Array],
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]]:
+    """((cot(S), sum of dW_base) before the block, (d_errors, d_keys, the slope along each chunk's
+    write by group of columns)), from the pair after it, the block and its dy."""
+    block, dy = inputs
     d_end, d_base = carry
     d_after = d_end[:, None]
     outer = _product(options, "BGLF,BGLD->BGFD", masked(block.z, block.reads), dy)
@@ -474,7 +473,7 @@ def _write_cotangent(
     slope = None
     if block.log_decay is not None:
         slope = _by_group((delta * d_delta).sum(2), block.log_decay)
-    return (d_before[:, 0], d_base), d_errors, d_keys, slope
+    return (d_before[:, 0], d_base), (d_errors, d_keys, slope)
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
@@ -493,8 +492,8 @@ def _attention_form(
     visible = jnp.broadcast_to(chunk[:, None] > chunk[None, :], (B, C, C))
     reads = jnp.ones((B, C, L), bool) if reads is None else reads
     resets = jnp.zeros((B, C), bool) if resets is None else resets
-    # Chunk i still holds what chunk j wrote if no chunk in between, j + 1 .. i - 1, reset the
-    # state; of that it holds the product of their decays.
+    # Chunk i still holds the write of chunk j, times the decays in between, if no chunk of j + 1 ..
+    # i - 1 reset the state.
     count = jnp.cumsum(resets, axis=1)
     before = count - resets
     visible = visible & (before[:, :, None] == count[:, None, :])
@@ -502,7 +501,7 @@ def _attention_form(
     score = jnp.where((visible[:, :, None, :] & reads[..., None])[..., None], score, 0)
     carried = masked(_product(options, "BCLF,BFD->BCLD", z, initial_state.astype(z.dtype)), reads)
     carried = jnp.where((before == 0)[..., None, None], carried, 0)
-    # The row's state holds what was written since the last reset.
+    # The row's state holds the writes since the last reset.
     is_kept = jnp.broadcast_to((count == count[:, -1:])[..., None], (B, C, L))
     kept = masked(errors, is_kept)
     carry = jnp.where((count[:, -1] == 0)[:, None, None], initial_state, 0)

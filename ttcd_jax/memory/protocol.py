@@ -1,12 +1,13 @@
 """The interface of a memory: a state that the tokens of a row read and write, left to right.
 
 A memory is one object, a pytree whose arrays are parameters. Three drivers run it: over a row
-(`Memory.row`), over rows that several devices share (`rows.over_rows`), over a row that arrives in
-pieces (`pieces.over_piece`). Most memories go chunk by chunk: every token of a chunk reads what the
-chunks before it wrote, and a chunk is written as a whole (`ChunkedMemory`).
+(`Memory.row`), over rows shared by several devices (`rows.over_rows`), over a row in pieces
+(`pieces.over_piece`). Most memories go chunk by chunk: every token of a chunk reads the writes of
+the chunks before it, and a chunk is written as a whole (`ChunkedMemory`).
 """
 
 import abc
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -18,22 +19,26 @@ from ttcd_jax.nn.row import where_rows
 from ttcd_jax.sharding.rules import Names
 
 ROWS: Names = ("batch", "length")
-State = Any  # a tree of arrays, the batch axis first
+type AxisNames = Names | tuple[Any, ...]  # of an array, or of every array of a tuple
 
 
 class Axes(NamedTuple):
     """Logical axes, one tuple of names for all arrays of a tree or a tuple of them; dimensions that
     are not named are whole on every device."""
 
-    memory: Any = ()
-    reads: Any = ROWS
-    writes: Any = ROWS
-    y: Any = ROWS
+    memory: AxisNames = ()
+    reads: AxisNames = ROWS
+    writes: AxisNames = ROWS
+    y: AxisNames = ROWS
     sums: tuple[str, ...] = ()  # mesh axes over which the devices' results are summed
 
 
-class Memory(abc.ABC):
-    """A memory along rows."""
+class Memory[Writes, State, Prepared](abc.ABC):
+    """A memory along rows, read by an array [B, T, ...] (by chunk: [B, C, L, ...]).
+
+    `Writes`: the operands of its writes, a tuple of arrays with the axes of a read. `State`: the
+    memory between two tokens, arrays with the batch axis first. `Prepared`: the input of `row`.
+    """
 
     def axes(self) -> Axes:
         """The logical axes of the memory's arrays, its operands and y."""
@@ -42,23 +47,25 @@ class Memory(abc.ABC):
     @abc.abstractmethod
     def prepared(
         self,
-        reads: Any,
-        writes: Any,
+        reads: Float[Array, "B ..."],
+        writes: Writes,
         segments: Int[Array, "B ..."] | None,
         *,
         length: int,
         previous_segment: Int[Array, " B"] | None,
-    ) -> Any:
+    ) -> Prepared:
         """The input of `row`: operands of reads and writes with their documents.
         `previous_segment`: the document that the state before the row belongs to."""
 
     @abc.abstractmethod
-    def row(self, prepared: Any, state: State = None, *, needs_end: bool = True) -> Any:
+    def row(
+        self, prepared: Prepared, state: State | None = None, *, needs_end: bool = True
+    ) -> tuple[Float[Array, "B ..."], State]:
         """(y, state after the row) from the state before it (default: the start). Without
         `needs_end` the returned state is arbitrary."""
 
     @abc.abstractmethod
-    def start_of(self, prepared: Any) -> State:
+    def start_of(self, prepared: Prepared) -> State:
         """The state before a document, for the rows of `prepared`."""
 
     def squared_size(self, state: State) -> Float[Array, " B"]:
@@ -68,36 +75,38 @@ class Memory(abc.ABC):
         return jnp.asarray(sum(jnp.sum(x * x, axis=range(1, x.ndim)) for x in arrays))
 
 
-class AssociativeMemory(Memory):
-    """A memory in which consecutive tokens have a summary: their effect on any state before them.
+class AssociativeMemory[Writes, State, Prepared, Summary](Memory[Writes, State, Prepared]):
+    """A memory in which consecutive tokens have a `Summary`: their effect on any state before them.
     Summaries compose associatively, so devices that share a row need only one prefix."""
 
     @abc.abstractmethod
-    def summary(self, prepared: Any) -> Any:
+    def summary(self, prepared: Prepared) -> Summary:
         """The summary of the tokens of `prepared`."""
 
     @abc.abstractmethod
-    def combine(self, first: Any, then: Any) -> Any:
+    def combine(self, first: Summary, then: Summary) -> Summary:
         """The summary of `first` followed by `then`."""
 
     @abc.abstractmethod
-    def neutral(self, summary: Any) -> Any:
+    def neutral(self, summary: Summary) -> Summary:
         """The summary of no tokens, in the shapes of `summary`."""
 
     @abc.abstractmethod
-    def state_after(self, summary: Any) -> State:
+    def state_after(self, summary: Summary) -> State:
         """The state after the summarized tokens when they are the first of a row."""
 
 
-class Chunks(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunks[Writes]:
     """Operands of reads and writes by chunk, [B, C, L, ...], and their mask."""
 
-    reads: Any
-    writes: Any
+    reads: Float[Array, "B C L ..."]
+    writes: Writes
     mask: MemoryMask
 
 
-class ChunkedMemory(Memory):
+class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
     """A memory that is read and written chunk by chunk: `start`, `read` and `write` define it."""
 
     @abc.abstractmethod
@@ -105,43 +114,43 @@ class ChunkedMemory(Memory):
         """The state before a document."""
 
     @abc.abstractmethod
-    def read(self, state: State, reads: Any) -> Array:
+    def read(self, state: State, reads: Float[Array, "B L ..."]) -> Float[Array, "B L ..."]:
         """y [B, L, ...] of the tokens of a chunk; `state` is the one before it."""
 
     @abc.abstractmethod
-    def write(self, state: State, writes: Any, mask: Bool[Array, "#B L"] | None = None) -> State:
+    def write(self, state: State, writes: Writes, mask: Bool[Array, "#B L"] | None = None) -> State:
         """The state after a chunk in which the tokens of the mask (None: all) write."""
 
     def prepared(
         self,
-        reads: Any,
-        writes: Any,
+        reads: Float[Array, "B C L ..."],
+        writes: Writes,
         segments: Int[Array, "B C L"] | None,
         *,
         length: int,
         previous_segment: Int[Array, " B"] | None = None,
-    ) -> Chunks:
+    ) -> Chunks[Writes]:
         """Operands [B, C, L, ...] of rows of `length` tokens with their mask."""
-        chunk_size = jax.tree.leaves(reads)[0].shape[2]
-        return Chunks(reads, writes, memory_mask(segments, length, chunk_size, previous_segment))
+        mask = memory_mask(segments, length, reads.shape[2], previous_segment)
+        return Chunks(reads, writes, mask)
 
-    def start_of(self, prepared: Chunks) -> State:
-        return self.start(len(jax.tree.leaves(prepared.reads)[0]))
+    def start_of(self, prepared: Chunks[Writes]) -> State:
+        return self.start(len(prepared.reads))
 
     def row(
-        self, prepared: Chunks, state: State = None, *, needs_end: bool = True
+        self, prepared: Chunks[Writes], state: State | None = None, *, needs_end: bool = True
     ) -> tuple[Float[Array, "B C L *rest"], State]:
         """A scan over chunks, each recomputed in the backward: read, reset, write. Tokens of
         another document than the state's read the start; `needs_end`: the last chunk writes too."""
         begin = self.start_of(prepared)
 
-        def read(state: State, chunk: Chunks) -> Array:
+        def read(state: State, chunk: Chunks[Writes]) -> Array:
             y = self.read(state, chunk.reads)
             if chunk.mask.reads is None:
                 return y
             return where_rows(chunk.mask.reads, y, self.read(begin, chunk.reads))
 
-        def one_chunk(state: State, chunk: Chunks) -> tuple[State, Array]:
+        def one_chunk(state: State, chunk: Chunks[Writes]) -> tuple[State, Array]:
             y = read(state, chunk)
             if chunk.mask.resets is not None:
                 state = where_rows(chunk.mask.resets, begin, state)

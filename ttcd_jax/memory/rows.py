@@ -5,8 +5,6 @@ prefix of the summaries is the state before each device's part. Any other memory
 nonlinear updates: its state passes from device to device, and the devices take turns.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,15 +14,15 @@ from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Memory
 from ttcd_jax.sharding import rules, sequence
 
 
-def over_rows(
-    memory: Memory,
-    reads: Any,
-    writes: Any,
+def over_rows[W, S, P](
+    memory: Memory[W, S, P],
+    reads: Float[Array, "B ..."],
+    writes: W,
     segments: Int[Array, "B ..."] | None,
     *,
     length: int,
     reports_size: bool = False,
-) -> tuple[Any, Float[Array, " B"] | None]:
+) -> tuple[Float[Array, "B ..."], Float[Array, " B"] | None]:
     """(y, norm of the accumulated writes if `reports_size`) of rows of `length` tokens.
 
     Operands and segments are [B, C, L, ...] for a memory with chunks, else [B, T, ...]; y is as
@@ -33,14 +31,14 @@ def over_rows(
     axes = memory.axes()
 
     def on_shard(
-        shard: rules.Shard, memory: Memory, reads: Any, writes: Any, segments: jax.Array | None
-    ) -> tuple[Any, jax.Array | None]:
+        shard: rules.Shard, memory: Memory[W, S, P], reads: Array, writes: W, ids: Array | None
+    ) -> tuple[Array, Array | None]:
         previous = None
-        if segments is not None and shard.size(sequence.SEQ) > 1:
-            previous = sequence.left_segment(shard, segments.reshape(len(segments), -1))
+        if ids is not None and shard.size(sequence.SEQ) > 1:
+            previous = sequence.left_segment(shard, ids.reshape(len(ids), -1))
         shard_length = length // shard.size(sequence.SEQ)
         prepared = memory.prepared(
-            reads, writes, segments, length=shard_length, previous_segment=previous
+            reads, writes, ids, length=shard_length, previous_segment=previous
         )
         y, square = _along(shard, memory, prepared, reports_size)
         y = shard.sum(y, *axes.sums)
@@ -54,12 +52,12 @@ def over_rows(
     return rules.sharded(on_shard, inputs, outputs)(memory, reads, writes, segments)
 
 
-def _along(
-    shard: rules.Shard, memory: Memory, prepared: Any, reports_size: bool
-) -> tuple[Any, jax.Array | None]:
+def _along[W, S, P](
+    shard: rules.Shard, memory: Memory[W, S, P], prepared: P, reports_size: bool
+) -> tuple[jax.Array, jax.Array | None]:
     """(y, `squared_size` at the end if `reports_size`) of this device's part of the row."""
 
-    def advance(state: Any, needs_end: bool = True) -> tuple[Any, Any]:
+    def advance(state: S | None, needs_end: bool = True) -> tuple[S, tuple[Array, Array | None]]:
         y, end = memory.row(prepared, state, needs_end=needs_end)
         size = jax.lax.stop_gradient(memory.squared_size(end)) if reports_size else None
         return end, (y, size)

@@ -1,8 +1,7 @@
-"""Memories that are no prefix sum: the update of a chunk, or its scale, depends on the running
+"""Memories that are not a prefix sum: the update of a chunk, or its scale, depends on the running
 weight."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +12,19 @@ from ttcd_kernels.normalize import NORM_EPS
 from ttcd_jax.memory.chunks import masked
 from ttcd_jax.memory.delta import chunk_delta
 from ttcd_jax.memory.delta_rule import unit_lower_solve
-from ttcd_jax.memory.prefix import PrefixOptions, Writes, decayed, read_state
+from ttcd_jax.memory.prefix import PrefixOptions, Sum, SumMemory, Writes, decayed
 from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.nn.linear import length
 from ttcd_jax.nn.product import product
 
+Weight = Float[Array, "B F D"]  # the running weight of every row
+Group = tuple[Weight, Sum, Int[Array, " B"]]  # B_g, the group's sum of delta_w, chunks written
+Views = tuple[Float[Array, "*rest F"], Float[Array, "*rest F"]]  # z_teacher, z_student
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class IdealMemory(ChunkedMemory):
+class IdealMemory(ChunkedMemory[Views, Weight]):
     """Gradient descent on the distillation loss, one update per chunk: the paper's eq.
     inplace_update_sw, in [F, D] layout. With L_CD(W), the mean over a chunk of
     |stopgrad(z_teacher W_i) - z_student W|^2 / 2, chunk i is read through W_i and writes
@@ -31,25 +34,23 @@ class IdealMemory(ChunkedMemory):
 
     The error is taken against the running weight, so updates depend on one another and no prefix
     sum gives them. No gradient flows through the teacher's term; all else is differentiable. The
-    mean is over the tokens that write. Read by z_teacher, written by (z_teacher, z_student).
+    mean is over the tokens that write. Read by z_teacher, written by both.
     """
 
     w_base: Float[Array, "F D"]
     eta: float = dataclasses.field(metadata={"static": True})
     state_dtype: DTypeLike = dataclasses.field(metadata={"static": True})
 
-    def start(self, batch_size: int) -> Float[Array, "B F D"]:
+    def start(self, batch_size: int) -> Weight:
         base = self.w_base.astype(self.state_dtype)
         return jnp.broadcast_to(base, (batch_size, *base.shape))
 
-    def read(
-        self, state: Float[Array, "B F D"], reads: Float[Array, "B L F"]
-    ) -> Float[Array, "B L D"]:
+    def read(self, state: Weight, reads: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
         return _read(state, reads)
 
     def write(
-        self, state: Float[Array, "B F D"], writes: Any, mask: Bool[Array, "#B L"] | None = None
-    ) -> Float[Array, "B F D"]:
+        self, state: Weight, writes: Views, mask: Bool[Array, "#B L"] | None = None
+    ) -> Weight:
         z_teacher, z_student = writes
         narrow = state.astype(z_student.dtype)
         target = product("BLF,BFD->BLD", z_teacher, narrow, self.state_dtype)
@@ -60,22 +61,22 @@ class IdealMemory(ChunkedMemory):
         count = z_student.shape[1] if mask is None else mask.sum(-1)[:, None, None]
         return state + self.eta * delta / jnp.asarray(count, self.state_dtype)
 
-    def squared_size(self, state: Float[Array, "B F D"]) -> Float[Array, " B"]:
+    def squared_size(self, state: Weight) -> Float[Array, " B"]:
         """|W - W_base|_F^2 / eta^2."""
         return _squared_change(state, self.w_base, self.eta)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CorrectingMemory(ChunkedMemory):
+class CorrectingMemory(SumMemory):
     """The memory of a `PrefixMemory` with error correction, the delta rule (Schlag et al., 2021): a
-    token writes its error less what the memory returns for its key already,
+    token writes its error less the memory's answer to its key,
 
         S <- S + k^T (e - beta k S),   k S read after the earlier tokens of its chunk wrote,
 
-    so that a key that comes again replaces what it stored, and S stays as large as what is stored
-    in it. With |k| = 1 and beta in [0, 1] no write makes it grow without bound. The writes u of a
-    chunk solve a unit lower triangular system (`memory.delta_rule`):
+    so that a key that comes again replaces its old value, and S stays as large as the values in it.
+    With |k| = 1 and beta in [0, 1] no write makes it grow without bound. The writes u of a chunk
+    solve a unit lower triangular system (`memory.delta_rule`):
 
         (I + A) U = E - beta K S,   A_ij = beta_i (k_i . k_j) for j < i
 
@@ -83,23 +84,7 @@ class CorrectingMemory(ChunkedMemory):
     `Writes.rate` is beta, None: 1; products of the system are in the state dtype.
     """
 
-    w_base: Float[Array, "F D"]
-    options: PrefixOptions = dataclasses.field(metadata={"static": True})
-
-    def start(self, batch_size: int) -> Float[Array, "B F D"]:
-        return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
-
-    def read(
-        self, state: Float[Array, "B F D"], reads: Float[Array, "B L F"]
-    ) -> Float[Array, "B L D"]:
-        return read_state(self.options, self.w_base, state, reads)
-
-    def write(
-        self,
-        state: Float[Array, "B F D"],
-        writes: Writes,
-        mask: Bool[Array, "#B L"] | None = None,
-    ) -> Float[Array, "B F D"]:
+    def write(self, state: Sum, writes: Writes, mask: Bool[Array, "#B L"] | None = None) -> Sum:
         (keys, errors, log_decay, rate), wide = writes, self.options.state_dtype
         state = decayed(state, log_decay, mask)
         rate = jnp.ones((*errors.shape[:-1], 1), wide) if rate is None else rate[..., None]
@@ -112,31 +97,28 @@ class CorrectingMemory(ChunkedMemory):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RenormalizedMemory(ChunkedMemory):
+class RenormalizedMemory(ChunkedMemory[Writes, Group]):
     """The memory whose Frobenius norm is held at that of W_base.
 
     Inside a group of `group_chunks` chunks W_i = R(B_g + eta * sum_{j<i in group} delta_w_j), and
     the group ends with B_{g+1} = R(the same with all its chunks); R(M) = M |W_base|_F / max(|M|_F,
     1e-6). Groups are counted from the first chunk a document can write into. Read by features z,
-    written by (keys, errors).
+    written by keys and errors.
     """
 
     w_base: Float[Array, "F D"]
     options: PrefixOptions = dataclasses.field(metadata={"static": True})
     group_chunks: int = dataclasses.field(metadata={"static": True})
 
-    def start(
-        self, batch_size: int
-    ) -> tuple[Float[Array, "B F D"], Float[Array, "B F D"], Int[Array, " B"]]:
-        """(B_g, the sum of delta_w in the group, chunks written)."""
+    def start(self, batch_size: int) -> Group:
         base = self.w_base.astype(self.options.state_dtype)
         group_start = jnp.broadcast_to(base, (batch_size, *base.shape))
         return group_start, jnp.zeros_like(group_start), jnp.zeros(batch_size, jnp.int32)
 
-    def read(self, state: Any, reads: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
+    def read(self, state: Group, reads: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
         return _read(self._weight(state), reads)
 
-    def write(self, state: Any, writes: Any, mask: Bool[Array, "#B L"] | None = None) -> Any:
+    def write(self, state: Group, writes: Writes, mask: Bool[Array, "#B L"] | None = None) -> Group:
         """The state after the chunk, and after the group if it ends there."""
         group_start, total, count = state
         keys, errors, *_ = writes
@@ -152,11 +134,11 @@ class RenormalizedMemory(ChunkedMemory):
         group_start = jnp.where(is_group_end, group_end, group_start)
         return group_start, jnp.where(is_group_end, 0, total), count
 
-    def squared_size(self, state: Any) -> Float[Array, " B"]:
+    def squared_size(self, state: Group) -> Float[Array, " B"]:
         """|W - W_base|_F^2 / eta^2."""
         return _squared_change(self._weight(state), self.w_base, self.options.eta)
 
-    def _weight(self, state: Any) -> Float[Array, "B F D"]:
+    def _weight(self, state: Group) -> Weight:
         group_start, total, _ = state
         norm = length(self.w_base.astype(self.options.state_dtype), (-2, -1))
         matrix = group_start + self.options.eta * total
@@ -164,13 +146,11 @@ class RenormalizedMemory(ChunkedMemory):
         return matrix * (norm / jnp.where(size > NORM_EPS, size, NORM_EPS))
 
 
-def _read(weight: Float[Array, "B F D"], z: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
+def _read(weight: Weight, z: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
     """z W in the dtype of z, accumulated in that of W."""
     return product("BLF,BFD->BLD", z, weight.astype(z.dtype), weight.dtype).astype(z.dtype)
 
 
-def _squared_change(
-    weight: Float[Array, "B F D"], w_base: Float[Array, "F D"], eta: float
-) -> Float[Array, " B"]:
+def _squared_change(weight: Weight, w_base: Float[Array, "F D"], eta: float) -> Float[Array, " B"]:
     change = (weight - w_base.astype(weight.dtype)) / (eta or 1.0)
     return jnp.sum(change.astype(jnp.float32) ** 2, axis=(-2, -1))

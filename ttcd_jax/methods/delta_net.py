@@ -37,7 +37,7 @@ from ttcd_jax.methods.registry import (
 from ttcd_jax.nn.block import BlockConfig, Dims, Mixer, Names, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.product import product
-from ttcd_jax.nn.row import Piece, Row, after_tail, next_tail, zero_padding
+from ttcd_jax.nn.row import Hidden, Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.sharding import rules, sequence
 
 # q and k [B, T, N * H], v [B, T, N * X].
@@ -114,7 +114,7 @@ class DeltaState(NamedTuple):
     memory: Float[Array, "B N H X"]
     tail: Channels | None  # raw q, k, v that the convolutions look back at [B, R - 1, ...]
 
-    def kinds(self) -> dict[str, Any]:
+    def kinds(self) -> dict[str, object]:
         return {"memory": self.memory, "open chunk": self.tail}
 
 
@@ -133,9 +133,7 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
         self.rate = normal_param(rngs, (D, N), ("embed", "heads"), std, dtype)
         self.out = normal_param(rngs, (values, D), ("heads", "embed"), std, dtype)
 
-    def forward(
-        self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
-    ) -> tuple[Float[Array, "B T D"], None]:
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Hidden, None]:
         q, writes = self._operands(x, self.channels(self._project(x), row.segment_ids))
         o, _ = over_rows(self._memory(), q, writes, row.segment_ids, length=x.shape[1])
         return self.project_out(x, o), None
@@ -152,12 +150,8 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
         return DeltaState(jnp.zeros(heads, config.precision.state_dtype), tail)
 
     def extend(
-        self,
-        x: Float[Array, "B T D"],
-        piece: Piece,
-        state: DeltaState,
-        student: Float[Array, "B T D"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], DeltaState]:
+        self, x: Hidden, piece: Piece, state: DeltaState, student: Hidden | None = None
+    ) -> tuple[Hidden, DeltaState]:
         """(output, the state after the piece). Padding neither writes nor forgets."""
         channels, tail = self._project(x), state.tail
         if tail is None:
@@ -178,35 +172,33 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
         """The projected q, k, v [B, T, ...] after convolution and activation."""
         return channels
 
-    def log_decay(self, h: Float[Array, "B T D"]) -> Float[Array, "B T N"] | None:
+    def log_decay(self, h: Hidden) -> Float[Array, "B T N"] | None:
         """g <= 0; None: nothing is forgotten."""
         return None
 
-    def project_out(
-        self, h: Float[Array, "B T D"], o: Float[Array, "B T N X"]
-    ) -> Float[Array, "B T D"]:
+    def project_out(self, h: Hidden, o: Float[Array, "B T N X"]) -> Hidden:
         flat = o.reshape(*o.shape[:2], -1)
         return linear(flat, self.out[...], self.config.precision.compute_dtype)
 
     def _memory(self) -> DeltaMemory:
         return DeltaMemory(self.config.rule.chunk_size, self.config.precision.state_dtype)
 
-    def _project(self, h: Float[Array, "B T D"]) -> Channels:
+    def _project(self, h: Hidden) -> Channels:
         dtype = self.config.precision.compute_dtype
         q, k, v = (linear(h, w[...], dtype) for w in (self.query, self.key, self.value))
         return q, k, v
 
     def _operands(
-        self, h: Float[Array, "B T D"], channels: Channels
+        self, h: Hidden, channels: Channels
     ) -> tuple[Float[Array, "B T N H"], DeltaWrites]:
-        """(q, what is written); q and k of unit length per head."""
+        """(operand of the reads, operands of the writes); q and k have unit length per head."""
         heads = self.config.num_heads
         q, k, v = (x.reshape(*x.shape[:2], heads, -1) for x in channels)
         beta = jax.nn.sigmoid(self.per_head(h, self.rate))
         writes = DeltaWrites(l2_normalize_inside(k), v, beta, self.log_decay(h))
         return l2_normalize_inside(q), writes
 
-    def per_head(self, h: Float[Array, "B T D"], weight: nnx.Param) -> Float[Array, "B T N"]:
+    def per_head(self, h: Hidden, weight: nnx.Param) -> Float[Array, "B T N"]:
         """h W for the argument of a gate, in float32 or better: gates multiply over many tokens."""
         narrow = self.config.precision.compute_dtype
         wide = jnp.promote_types(self.config.precision.state_dtype, jnp.float32)
@@ -241,9 +233,7 @@ class DeltaNet(DeltaSublayer, config=DeltaNetConfig):
         )
         return q, k, v
 
-    def project_out(
-        self, h: Float[Array, "B T D"], o: Float[Array, "B T N X"]
-    ) -> Float[Array, "B T D"]:
+    def project_out(self, h: Hidden, o: Float[Array, "B T N X"]) -> Hidden:
         return super().project_out(h, self.normed(o))
 
     def normed(self, o: Float[Array, "B T N X"]) -> Float[Array, "B T N X"]:

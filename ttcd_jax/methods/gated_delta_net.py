@@ -27,6 +27,7 @@ from ttcd_jax.methods.delta_net import (
 from ttcd_jax.methods.registry import Key, Method, ModelConfig, Reference, Source, register
 from ttcd_jax.nn.block import BlockConfig, Names
 from ttcd_jax.nn.linear import linear, normal_param
+from ttcd_jax.nn.row import Hidden
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,13 +73,11 @@ class GatedDeltaNet(DeltaNet, config=GatedDeltaNetConfig):
         softplus_inverse = dt + jnp.log(-jnp.expm1(-dt))
         self.decay_bias = param(softplus_inverse.astype(dtype), ("heads",))
 
-    def project_out(
-        self, h: Float[Array, "B T D"], o: Float[Array, "B T N X"]
-    ) -> Float[Array, "B T D"]:
+    def project_out(self, h: Hidden, o: Float[Array, "B T N X"]) -> Hidden:
         gate = jax.nn.silu(linear(h, self.gate[...], self.config.precision.compute_dtype))
         return super(DeltaNet, self).project_out(h, self.normed(o) * gate.reshape(o.shape))
 
-    def log_decay(self, h: Float[Array, "B T D"]) -> Float[Array, "B T N"]:
+    def log_decay(self, h: Hidden) -> Float[Array, "B T N"]:
         """g <= 0, in float32 or better."""
         x = self.per_head(h, self.decay)
         speed = jnp.exp(self.decay_log[...].astype(x.dtype))

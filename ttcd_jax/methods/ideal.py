@@ -8,15 +8,15 @@ chunks that no prefix sum replaces. Proposition 1 is about this layer.
 import dataclasses
 from typing import ClassVar
 
-import jax
 from jaxtyping import Array, Float
 
-from ttcd_jax.memory.running import IdealMemory
+from ttcd_jax.memory.running import IdealMemory, Views
 from ttcd_jax.methods.in_place import InPlaceConfig, InPlaceMLP, InPlaceSettings
 from ttcd_jax.methods.ipttcd import dual_window_block
 from ttcd_jax.methods.registry import Method, ModelConfig, register
 from ttcd_jax.nn.block import BlockConfig
 from ttcd_jax.nn.mlp import MLPConfig
+from ttcd_jax.nn.row import Hidden
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,21 +39,17 @@ class IdealConfig(InPlaceConfig):
         return (3 + 5) * self.mlp.unit_flops(length)
 
 
-class IdealMLP(InPlaceMLP, config=IdealConfig):
+class IdealMLP(InPlaceMLP[Views, Views], config=IdealConfig):
     """(x, t) [B, T, D] -> y [B, T, D], any T: teacher and student. y is the teacher's features read
     through the running weight. The parameters of SwiGLU and no others."""
 
-    def tokens(
-        self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]
-    ) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
+    def tokens(self, x: Hidden, t: Hidden) -> Views:
         return self.features(x), self.features(t)
 
-    def operands(
-        self, convolved: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def operands(self, convolved: Views) -> tuple[Float[Array, "B C L F"], Views]:
         return convolved[0], convolved
 
-    def views(self, convolved: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def views(self, convolved: Views) -> Views:
         return convolved
 
     def memory(self, length: int) -> IdealMemory:

@@ -1,7 +1,7 @@
 """Base of the MLPs that write into their own down projection: settings, rows, pieces."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +23,19 @@ from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig, check_hi
 from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
 from ttcd_jax.nn.product import product, weight_product
-from ttcd_jax.nn.row import Piece, Row, after_tail, next_tail, zero_padding
+from ttcd_jax.nn.row import Hidden, Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.precision import Precision
 
+type Tree = tuple[Any, ...]  # a NamedTuple of arrays by token, or None
 ConvInit = Literal["zeros", "identity", "previous", "normal"]
 ProjInit = Literal["identity", "gaussian_diagonal", "zeros", "normal"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InPlaceSettings(Settings):
-    """A memory in the down projection: a chunk of `chunk_size` tokens reads what the chunks before
-    it wrote, at rate `eta`. `resets_at_document` False: the memory leaks from document to document,
-    as published."""
+    """A memory in the down projection: a chunk of `chunk_size` tokens reads the writes of the
+    chunks before it, at rate `eta`. `resets_at_document` False: the memory leaks from document to
+    document, as published."""
 
     chunk_size: Positive = 1024
     eta: NonNegativeFloat = 0.3
@@ -51,7 +52,7 @@ class InPlaceSettings(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixSettings(InPlaceSettings):
-    """A memory that is a prefix sum: chunk i reads W_base + eta * (what chunks before i wrote).
+    """A memory that is a prefix sum: chunk i reads W_base + eta * (the writes of chunks before i).
 
     `num_taps` tokens of a convolution, this one the last, or the middle one (`is_conv_causal`
     False). `has_proj`: errors are multiplied by P, which `proj_init` begins as 0.02 I, 0.02
@@ -62,7 +63,7 @@ class PrefixSettings(InPlaceSettings):
     Not published: `half_lives`, of as many groups of the memory's columns, in tokens; () forgets
     nothing. `decay`: they are constants, learned from there, or learned and multiplied by a gate on
     every token, softplus(x w) / ln 2 with w from zero. `corrects_errors`: the delta rule. A token
-    writes its error less what the memory returns for its key already; keys have norm 1
+    writes its error less the memory's answer to its key; keys have norm 1
     (`memory.running.CorrectingMemory`).
     """
 
@@ -103,8 +104,8 @@ class PrefixSettings(InPlaceSettings):
         return PrefixOptions(*fields, state_dtype=precision.state_dtype)
 
     def correction_flops(self, mlp: MLPConfig, length: int) -> int | float:
-        """Of the correction: what the memory returns for every key, overlaps of the keys of a
-        chunk, and the triangular system."""
+        """Of the correction: the memory's answers to all keys, overlaps of the keys of a chunk, and
+        the triangular system."""
         if not self.corrects_errors:
             return 0
         size = min(self.chunk_size, length)
@@ -161,18 +162,18 @@ class InPlaceState(NamedTuple):
     tokens, which the convolutions look back at (None without one)."""
 
     chunks: OpenChunk
-    tail: Any | None
+    tail: Tree | None
 
-    def kinds(self) -> dict[str, Any]:
+    def kinds(self) -> dict[str, object]:
         return {"memory": self.chunks.memory, "open chunk": (self.chunks.open, self.tail)}
 
 
-class InPlaceMLP(SwiGLU):
+class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     """(x, t) [B, T, D] -> y [B, T, D], any T: x is read through the memory in the down projection.
 
     A method defines t (`source`) and its writes by four functions that whole rows and pieces share:
-    `tokens` (of each token alone), `convolved` (inside chunks), `operands` (of reads and writes),
-    `memory`.
+    `tokens` (of each token alone), `convolved` (the same inside chunks), `operands` (of reads and
+    writes), `memory`.
     """
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
@@ -180,11 +181,8 @@ class InPlaceMLP(SwiGLU):
         self.settings = config.memory
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        t: Float[Array, "B T D"],
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
+        self, x: Hidden, t: Hidden, segment_ids: Int[Array, "B T"] | None = None
+    ) -> Hidden:
         """y. With `resets_at_document` the documents of `segment_ids` share no memory. Raises
         `UserError` for operands of other shapes."""
         for name, operand in (("x", x), ("t", t)):
@@ -194,21 +192,21 @@ class InPlaceMLP(SwiGLU):
         return self.remember(x, t, Row.of(x, None, segment_ids).segment_ids)[0]
 
     def forward(
-        self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
-    ) -> tuple[Float[Array, "B T D"], MemoryStats | Distillation]:
+        self, x: Hidden, row: Row, student: Hidden | None = None
+    ) -> tuple[Hidden, MemoryStats | Distillation]:
         t = self.source(x, row, student)
         return self.remember(x, t, row.segment_ids, measures=row.measures is True)
 
     def remember(
         self,
-        x: Float[Array, "B T D"],
-        t: Float[Array, "B T D"],
+        x: Hidden,
+        t: Hidden,
         segment_ids: Int[Array, "B T"] | None = None,
         *,
         measures: bool = False,
-    ) -> tuple[Float[Array, "B T D"], MemoryStats | Distillation]:
+    ) -> tuple[Hidden, MemoryStats | Distillation]:
         """(y, statistics of the memory at the end of the row), for any t; with `measures` the
-        distances of every token in place of the statistics."""
+        distances of every token instead of the statistics."""
         settings, length = self.settings, x.shape[1]
         check_parts(length, settings.chunk_size)
         tokens = self.tokens(x, t)
@@ -250,7 +248,7 @@ class InPlaceMLP(SwiGLU):
         size, dtype = self.settings.chunk_size, self.config.precision.compute_dtype
         x = jax.ShapeDtypeStruct((batch_size, size, self.config.dim), dtype)
 
-        def one_chunk(x: jax.Array) -> tuple[Any, Any]:
+        def one_chunk(x: jax.Array) -> tuple[Tokens, Tree]:
             tokens = self.tokens(x, x)
             chunks = jax.tree.map(lambda x: x[:, None], tokens)
             return tokens, self.operands(self.convolved(chunks, None))[1]
@@ -264,12 +262,8 @@ class InPlaceMLP(SwiGLU):
         return InPlaceState(start_pieces(self.memory(size), batch_size, size, writes), tail)
 
     def extend(
-        self,
-        x: Float[Array, "B T D"],
-        piece: Piece,
-        state: InPlaceState,
-        student: Float[Array, "B T D"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], InPlaceState]:
+        self, x: Hidden, piece: Piece, state: InPlaceState, student: Hidden | None = None
+    ) -> tuple[Hidden, InPlaceState]:
         """(y, the state after the piece).
 
         Reads and writes are those of whole rows: the convolutions see the tokens of their chunk
@@ -306,26 +300,26 @@ class InPlaceMLP(SwiGLU):
     def check_causal(self) -> None:
         """Raises `UserError` when y depends on later tokens."""
 
-    def source(
-        self, x: Float[Array, "B T D"], row: Row | Piece, student: Float[Array, "B T D"] | None
-    ) -> Float[Array, "B T D"]:
+    def source(self, x: Hidden, row: Row | Piece, student: Hidden | None) -> Hidden:
         """t, from the layer's normed input, its row, and the student's normed input."""
         assert student is not None, f"{type(self).__name__} follows attention under two windows"
         return student
 
-    def tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Any:
-        """Features of each token alone, a tree of [B, T, ...]."""
+    def tokens(self, x: Hidden, t: Hidden) -> Tokens:
+        """Features of each token alone, [B, T, ...]."""
         raise AssertionError(f"{type(self).__name__} defines its own tokens")
 
-    def convolved(self, tokens: Any, segments: Int[Array, "B C L"] | None) -> Any:
-        """The same after the convolutions inside chunks, a tree of [B, C, L, ...]."""
-        return tokens
+    def convolved(self, tokens: Tokens, segments: Int[Array, "B C L"] | None) -> Convolved:
+        """Features [B, C, L, ...] after the convolutions inside chunks, by default none."""
+        return cast(Convolved, tokens)
 
-    def operands(self, convolved: Any) -> tuple[Float[Array, "B C L F"], Any]:
-        """(what is read, what is written)."""
+    def operands(self, convolved: Convolved) -> tuple[Float[Array, "B C L F"], Tree]:
+        """(operand of the reads, operands of the writes): `memory.protocol.Chunks`."""
         raise AssertionError(f"{type(self).__name__} defines its own operands")
 
-    def views(self, convolved: Any) -> tuple[Float[Array, "B C L F"], Float[Array, "B C L F"]]:
+    def views(
+        self, convolved: Convolved
+    ) -> tuple[Float[Array, "B C L F"], Float[Array, "B C L F"]]:
         """(features of the teacher, of the student) that the error of the writes compares, in a
         layer whose configuration `has_teacher`."""
         raise AssertionError(f"{type(self).__name__} has no teacher")
@@ -333,8 +327,9 @@ class InPlaceMLP(SwiGLU):
     def memory(self, length: int) -> ChunkedMemory:
         raise AssertionError(f"{type(self).__name__} defines its own memory")
 
-    def log_decay(self, x: Float[Array, "B T D"]) -> Float[Array, "B T Q"] | None:
-        """The logarithm of what every token leaves of the memory's groups of columns."""
+    def log_decay(self, x: Hidden) -> Float[Array, "B T Q"] | None:
+        """The logarithm of the share of the memory's groups of columns that is left after every
+        token."""
         settings, dtype = self.settings, self.config.precision.state_dtype
         assert isinstance(settings, PrefixSettings)
         if not settings.half_lives:
@@ -347,7 +342,7 @@ class InPlaceMLP(SwiGLU):
             rate = rate * jax.nn.softplus(gate) / jnp.log(2.0)
         return jnp.broadcast_to(-rate, (*x.shape[:2], len(settings.half_lives)))
 
-    def token_rate(self, tokens: Any) -> Float[Array, "B T"] | None:
+    def token_rate(self, tokens: Tokens) -> Float[Array, "B T"] | None:
         """The token rate, for statistics."""
         return None
 

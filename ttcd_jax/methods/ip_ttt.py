@@ -6,7 +6,7 @@
 x is the normed hidden state; the targets are x itself or the raw token embeddings. The memory is
 that of IP-TTCD, but its writes have no error, no token rate and, without `corrects_errors`, no key
 norm. A symmetric target convolution looks ahead inside its chunk and stays causal, because only
-later chunks read what a chunk writes; a symmetric activation convolution would not be.
+later chunks read the writes of a chunk; a symmetric activation convolution would not be.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from ttcd_jax.methods.registry import (
 from ttcd_jax.nn.block import BlockConfig, Names
 from ttcd_jax.nn.mlp import MLPConfig
 from ttcd_jax.nn.product import weight_product
-from ttcd_jax.nn.row import Piece, Row
+from ttcd_jax.nn.row import Hidden, Piece, Row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class Stored(NamedTuple):
     log_decay: jax.Array | None
 
 
-class IPTTTMLP(InPlaceMLP, config=IPTTTConfig):
+class IPTTTMLP(InPlaceMLP[Stored, Stored], config=IPTTTConfig):
     """(x, targets) [B, T, D] -> y [B, T, D], any T. Parameters of SwiGLU plus P and the
     convolutions; gradient flows into the targets."""
 
@@ -105,9 +105,7 @@ class IPTTTMLP(InPlaceMLP, config=IPTTTConfig):
             self.look_back = settings.num_taps - 1
         self._init_decay(settings)
 
-    def source(
-        self, x: Float[Array, "B T D"], row: Row | Piece, student: Float[Array, "B T D"] | None
-    ) -> Float[Array, "B T D"]:
+    def source(self, x: Hidden, row: Row | Piece, student: Hidden | None) -> Hidden:
         """The targets: x itself, or the token embeddings of the row. Raises `ValueError` for a row
         without them."""
         if self.settings.target == "hidden":
@@ -116,7 +114,7 @@ class IPTTTMLP(InPlaceMLP, config=IPTTTConfig):
             raise ValueError("this block stores token embeddings: pass embeddings=[B, T, D]")
         return row.embeddings
 
-    def tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Stored:
+    def tokens(self, x: Hidden, t: Hidden) -> Stored:
         h = self.features(x)
         return Stored(h, t.astype(h.dtype), self.log_decay(x))
 
@@ -128,7 +126,7 @@ class IPTTTMLP(InPlaceMLP, config=IPTTTConfig):
             v = short_conv(v, self.target_conv[...], is_causal=causal, segment_ids=segments)
         return Stored(h, v, log_decay)
 
-    def operands(self, convolved: Stored) -> tuple[jax.Array, Any]:
+    def operands(self, convolved: Stored) -> tuple[Float[Array, "B C L F"], Writes]:
         h, v, log_decay = convolved
         if self.settings.has_proj:
             v = weight_product(v, self.proj[...].astype(v.dtype))

@@ -1,12 +1,13 @@
-"""The IP-TTCD MLP: a SwiGLU whose down projection holds what the student's short window missed.
+"""The IP-TTCD MLP: a SwiGLU whose down projection holds the features that the student's short
+window missed.
 
     z_target = conv_T(feat(x)),  z_student = conv_S(feat(t))             both inside their chunk
     e = sigmoid(t . b) * ((z_target - z_student) W_base) P,  k = z_student / |z_student|
     W_i = W_base + eta * sum over earlier chunks of k^T e,   y = z_out W_i
 
 With `half_lives` the sum forgets (`ttcd_jax.memory.prefix`), with `corrects_errors` a key replaces
-what it stored (`ttcd_jax.memory.running.CorrectingMemory`).
-x is the teacher's normed hidden state, t the student's; W_base is the down projection [F, D].
+its old value (`ttcd_jax.memory.running.CorrectingMemory`). x is the teacher's normed hidden state,
+t the student's; W_base is the down projection [F, D].
 """
 
 import dataclasses
@@ -47,6 +48,7 @@ from ttcd_jax.nn.attention import DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.block import Block, BlockConfig, Names
 from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.mlp import MLPConfig
+from ttcd_jax.nn.row import Hidden
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,7 @@ class ChunkInputs(NamedTuple):
     log_decay: jax.Array | None
 
 
-class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
+class IPTTCDMLP(InPlaceMLP[Features, ChunkInputs], config=IPTTCDConfig):
     """(x, t) [B, T, D] -> y [B, T, D], any T: teacher and student. Parameters of SwiGLU plus P, b
     and the two convolutions."""
 
@@ -180,7 +182,7 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
         if settings.has_teacher_conv or settings.has_student_conv:
             self.look_back, self.look_ahead = settings.num_taps - 1, settings.look_ahead
 
-    def tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Features:
+    def tokens(self, x: Hidden, t: Hidden) -> Features:
         beta = None
         if self.settings.has_token_rate:
             beta = jax.nn.sigmoid(jnp.einsum("BTD,D->BT", t, self.rate[...].astype(t.dtype)))
@@ -212,7 +214,7 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
         z_out = outputs[settings.output]
         return ChunkInputs(z_out, z_target, keys, difference, tokens.beta, tokens.log_decay)
 
-    def operands(self, convolved: ChunkInputs) -> tuple[Float[Array, "B C L F"], Any]:
+    def operands(self, convolved: ChunkInputs) -> tuple[Float[Array, "B C L F"], Writes]:
         settings, dtype = self.settings, convolved.z_out.dtype
         errors = chunk_errors(
             convolved.difference,
@@ -226,7 +228,7 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
         return convolved.z_out, Writes(convolved.keys, errors, convolved.log_decay, rate)
 
     def views(self, convolved: ChunkInputs) -> tuple[jax.Array, jax.Array]:
-        # Keys may be normalized: the student's features are what the difference leaves.
+        # Keys may be normalized, so the student's features are z_target less the difference.
         return convolved.z_target, convolved.z_target - convolved.difference
 
     def memory(self, length: int) -> ChunkedMemory:
@@ -255,7 +257,7 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IPTTCDBlockConfig(BlockConfig):
-    """Attention under two windows, and an MLP that learns what the student missed."""
+    """Attention under two windows, and an MLP that learns from their difference."""
 
     mixer: DualWindowConfig
     mlp: InPlaceConfig

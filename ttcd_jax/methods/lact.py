@@ -39,7 +39,7 @@ from ttcd_jax.nn.block import BlockConfig, Dims, Mixer, Names, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.product import product
 from ttcd_jax.nn.rope import rotate
-from ttcd_jax.nn.row import Piece, Row
+from ttcd_jax.nn.row import Hidden, Piece, Row
 from ttcd_jax.nn.windows import KVCache, attend, attend_cached
 
 NORM_EPS = 1e-5
@@ -221,9 +221,7 @@ class LaCT(Mixer, config=LaCTConfig):
             self.w2_right = start((H, r), "head_dim", "rank", 0.5 * H**-0.5)
         self.w1 = start((F, H), "fast_mlp", "head_dim", F**-0.5)
 
-    def forward(
-        self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
-    ) -> tuple[Float[Array, "B T D"], None]:
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Hidden, None]:
         attention, memory, length = self.config.attention, self.config.memory, x.shape[1]
         check_parts(length, memory.chunk_size)
         qkv, operands = self._operands(x, row.positions)
@@ -250,12 +248,8 @@ class LaCT(Mixer, config=LaCTConfig):
         return LaCTState(start_cache(config, batch_size, max_length), chunks)
 
     def extend(
-        self,
-        x: Float[Array, "B T D"],
-        piece: Piece,
-        state: LaCTState,
-        student: Float[Array, "B T D"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], LaCTState]:
+        self, x: Hidden, piece: Piece, state: LaCTState, student: Hidden | None = None
+    ) -> tuple[Hidden, LaCTState]:
         attention = self.config.attention
         qkv, (reads, writes) = self._operands(x, piece.positions(x.shape[1]))
         windows, implementation = (attention.window,), attention.attention_implementation
@@ -302,7 +296,7 @@ class LaCT(Mixer, config=LaCTConfig):
         )
         return FastSwiGLU(self._start(), options)
 
-    def _joined(self, h: jax.Array, seen: jax.Array, fast: jax.Array) -> Float[Array, "B T D"]:
+    def _joined(self, h: jax.Array, seen: jax.Array, fast: jax.Array) -> Hidden:
         """The output, from the attention's heads and the memory's output, normed and scaled."""
         fast = rms_norm(fast, self.fast_norm[...], NORM_EPS)
         if self.config.memory.has_scale:
@@ -351,7 +345,7 @@ class LaCT(Mixer, config=LaCTConfig):
         """The fast weights at the start of every row and document."""
         if self.config.memory.low_rank is None:
             return FastWeights(self.w0[...], self.w1[...], self.w2[...])
-        # In the state dtype: small, and what the running weights are added to.
+        # In the state dtype: small, and the start of the running weights.
         dtype = self.config.attention.precision.state_dtype
         identity = 0.5 * jnp.eye(self.config.fast_width, self.config.fast_hidden, dtype=dtype)
 

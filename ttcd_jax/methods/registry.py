@@ -1,8 +1,8 @@
 """The registry of methods: the block of each layer of a transformer. No other module knows a
 method by name.
 
-A method is one module: its settings, its layer, the block it makes, and what the reference
-implementation calls all of it. Importing the module registers it; `ttcd_jax.methods` imports all of
+A method is one module: its settings, its layer, the block it makes, and the names of all of it in
+the reference implementation. Importing the module registers it; `ttcd_jax.methods` imports all of
 its modules, and a module outside the package can register more.
 """
 
@@ -38,8 +38,8 @@ class Settings(Config):
 class ModelConfig(Heads):
     """The sizes that all layers of a model share, and the settings of its method.
 
-    `window` is the attention window of every layer that has attention (the teacher's in layers that
-    have a student), None full attention; `student_window` the student's, in tokens. `mlp_dim`: the
+    `window` is the attention window of every layer with attention (the teacher's in layers with a
+    student), None full attention; `student_window` the student's, in tokens. `mlp_dim`: the
     features of an MLP. `memory`: the settings of the method, None its defaults.
     """
 
@@ -113,7 +113,7 @@ class Reference(NamedTuple):
     model_types: tuple[str, ...]  # exports write the first
     keys: tuple[Key, ...]
     fixed: Mapping[str, Any] = {}  # keys of which only this value is supported
-    # Fields that follow from several keys, and the way back.
+    # Fields that follow from several keys, and the inverse.
     read: Callable[[Source], dict[str, Any]] = lambda source: {}
     write: Callable[[Any, Any], dict[str, Any]] = lambda config, settings: {}
     has_switch: bool = False  # "ttt_mode": false makes it a plain transformer

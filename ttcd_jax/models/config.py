@@ -111,7 +111,7 @@ def layers_with_teacher(config: TransformerConfig) -> list[int]:
 
 def switched_off(config: TransformerConfig, length: int) -> TransformerConfig | None:
     """The model of the same parameters whose rows of `length` tokens read nothing from memory; None
-    where the memory is the mixer itself, or where there is none."""
+    where the memory is the mixer itself, or absent."""
     settings = config.settings
     off = None if settings is None else settings.switched_off(length)
     return None if off is None else config.replace(memory=off)

@@ -15,10 +15,10 @@ from ttcd_jax.allocation import keep_freed_memory
 from ttcd_jax.axes import param
 from ttcd_jax.memory.distillation import Distillation
 from ttcd_jax.models.config import Remat, TransformerConfig, block_configs
-from ttcd_jax.nn.block import Block, BlockConfig, Configured, MemoryStats
+from ttcd_jax.nn.block import Block, BlockConfig, Configured, MemoryStats, Report
 from ttcd_jax.nn.linear import normal_param, rms_norm
 from ttcd_jax.nn.product import PRODUCT
-from ttcd_jax.nn.row import Row, check_array
+from ttcd_jax.nn.row import Hidden, Row, check_array
 from ttcd_jax.sharding.rules import constrain, gathered, is_distributed, never_saves_gathered
 from ttcd_jax.sharding.vocabulary import lookup
 from ttcd_jax.tokens import check_tokens
@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The place of a layer's parameters: attribute names, and the row of the stacked arrays."""
+    """The position of a layer's parameters: attribute names, and the row of the stacked arrays."""
 
     group: str
     block: str
@@ -123,7 +123,7 @@ class Transformer(Configured):
         `head_weight` with `train.loss`, which never holds all logits at once."""
         return self.logits(self.forward(tokens, segment_ids)[0])
 
-    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def logits(self, hidden: Hidden) -> Float[Array, "B T V"]:
         """The output of the head on the hidden states of `forward`."""
         return jnp.einsum("BTD,VD->BTV", hidden, self.head_weight().astype(hidden.dtype))
 
@@ -138,7 +138,7 @@ class Transformer(Configured):
         tokens: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
+    ) -> tuple[Hidden, MemoryStats | None]:
         """(final normed hidden states, statistics [fast layers] in layer order).
 
         Tokens of different segments do not see each other, in attention, convolutions or memory.
@@ -175,16 +175,16 @@ class Transformer(Configured):
         joined = jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports) if reports else None
         return h, joined
 
-    def normed(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def normed(self, h: Hidden) -> Hidden:
         """The input of the head: the normed residual stream."""
         return rms_norm(h, self._gathered(self.final_norm), self.config.norm_eps)
 
-    def _run(self, unit: _Unit, run: Run, h: jax.Array, row: Row) -> tuple[jax.Array, list[Any]]:
+    def _run(self, unit: _Unit, run: Run, h: jax.Array, row: Row) -> tuple[jax.Array, list[Report]]:
         """(h, reports of the fast layers in order) after all repeats of a unit."""
         graph, params = nnx.split(unit)
         is_scanned = self.config.scans_layers is not False and run.repeats > 1
 
-        def body(h: jax.Array, layer_params: Any) -> tuple[jax.Array, list[Any]]:
+        def body(h: jax.Array, layer_params: Any) -> tuple[jax.Array, list[Report]]:
             reports = []
             for block in nnx.merge(graph, layer_params).blocks():
                 h, report = self._apply(block, h, row, is_scanned)
@@ -203,7 +203,7 @@ class Transformer(Configured):
 
     def _apply(
         self, block: Block, h: jax.Array, row: Row, is_scanned: bool
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Report]:
         """(h, report or None) after one block, the unit of remat."""
         graph, params = nnx.split(block)
         dtype = self.config.precision.compute_dtype
@@ -211,7 +211,7 @@ class Transformer(Configured):
         def whole(weight: nnx.Variable) -> nnx.Variable:
             return weight.replace(gathered(weight, dtype))
 
-        def forward(h: jax.Array, params: Any) -> tuple[jax.Array, Any]:
+        def forward(h: jax.Array, params: Any) -> tuple[jax.Array, Report]:
             h = checkpoint_name(h, _BOUNDARY)
             params = jax.tree.map(whole, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
             h, report = nnx.merge(graph, params).forward(h, row)

@@ -2,7 +2,7 @@
 student's."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,10 +12,10 @@ from ttcd_kernels.dual_window.api import Implementation
 from ttcd_jax.axes import param
 from ttcd_jax.config import NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
-from ttcd_jax.nn.block import Dims, Mixer, Names, SublayerConfig, Views
+from ttcd_jax.nn.block import Dims, Mixer, Names, Output, SublayerConfig, Views
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.rope import RopeConfig, rotate
-from ttcd_jax.nn.row import Piece, Row
+from ttcd_jax.nn.row import Hidden, Piece, Row
 from ttcd_jax.nn.windows import KVCache, Outputs, Windows, attend, attend_cached
 
 
@@ -125,9 +125,7 @@ class Attention(Mixer, config=AttentionConfig):
     def windows(self) -> Windows:
         return (self.config.window,)
 
-    def forward(
-        self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
-    ) -> tuple[Any, None]:
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, None]:
         q, k, v = self.project(x, row.positions)
         implementation = self.config.attention_implementation
         return self._out(attend(q, k, v, row.segment_ids, self.windows, implementation)), None
@@ -136,19 +134,15 @@ class Attention(Mixer, config=AttentionConfig):
         return start_cache(self.config, batch_size, max_length)
 
     def extend(
-        self,
-        x: Float[Array, "B T D"],
-        piece: Piece,
-        state: KVCache,
-        student: Float[Array, "B T D"] | None = None,
-    ) -> tuple[Any, KVCache]:
+        self, x: Hidden, piece: Piece, state: KVCache, student: Hidden | None = None
+    ) -> tuple[Output, KVCache]:
         q, k, v = self.project(x, piece.positions(x.shape[1]))
         implementation = self.config.attention_implementation
         seen, state = attend_cached(q, k, v, piece, state, self.windows, implementation)
         return self._out(seen), state
 
     def project(
-        self, h: Float[Array, "B T D"], positions: Int[Array, "B T"]
+        self, h: Hidden, positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Rotated q and k, and v."""
         config, dtype = self.config, self.config.precision.compute_dtype
@@ -163,10 +157,10 @@ class Attention(Mixer, config=AttentionConfig):
             k = rms_norm(k, self.key_norm[...], config.qk_norm_eps)
         return rotate(q, positions, config.rope), rotate(k, positions, config.rope), v
 
-    def _out(self, seen: Outputs) -> Any:
+    def _out(self, seen: Outputs) -> Output:
         return self.project_out(seen[0])
 
-    def project_out(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+    def project_out(self, heads: Float[Array, "B T N H"]) -> Hidden:
         flat = heads.reshape(*heads.shape[:2], -1)
         return linear(flat, self.out[...], self.config.precision.compute_dtype)
 

@@ -14,7 +14,7 @@ from ttcd_jax.axes import param
 from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.nn.linear import rms_norm
-from ttcd_jax.nn.row import Piece, Row, check_array
+from ttcd_jax.nn.row import Hidden, Piece, Row, check_array
 from ttcd_jax.precision import Precision
 
 # Reference name -> (our name, how the array is laid out there).
@@ -59,7 +59,7 @@ class SublayerConfig(Config, abc.ABC):
 
     @property
     def write_param(self) -> str | None:
-        """The parameter in which all that the layer's memory writes is linear, if there is one."""
+        """The parameter in which all writes of the layer's memory are linear, if there is one."""
         return None
 
     def build(self, *, rngs: nnx.Rngs) -> "Sublayer":
@@ -76,9 +76,9 @@ class MemoryStats(NamedTuple):
     """Scalars of one layer with an in-place memory, without gradient."""
 
     # |eta * sum of delta_w|_F / |W_base|_F at the end of the row, batch mean
-    memory_ratio: Any
+    memory_ratio: Float[Array, "..."]
     # mean of beta over tokens; 1 without a token rate
-    gate_mean: Any
+    gate_mean: Float[Array, "..."]
 
 
 class Configured(nnx.Module):
@@ -86,9 +86,9 @@ class Configured(nnx.Module):
 
     config_class: ClassVar[type[Config]] = Config
 
-    def __new__(cls, *args: Any, **facts: Any) -> Any:
-        """Raises `UserError` for another configuration, and for rngs that are none."""
-        config, rngs = args[0] if args else facts.get("config"), facts.get("rngs")
+    def __new__(cls, *args: Any, **keywords: Any) -> Any:
+        """Raises `UserError` for another configuration, and for rngs that are not `nnx.Rngs`."""
+        config, rngs = args[0] if args else keywords.get("config"), keywords.get("rngs")
         if not isinstance(config, cls.config_class):
             got, wanted = type(config).__name__, cls.config_class.__name__
             raise UserError(f"{cls.__name__} is built from a {wanted}, not from a {got}")
@@ -97,7 +97,7 @@ class Configured(nnx.Module):
         return super().__new__(cls)
 
 
-def check_hidden(name: str, x: Any, dim: int) -> None:
+def check_hidden(name: str, x: jax.Array, dim: int) -> None:
     """Raises `UserError` unless x is [B, T, dim] of a floating dtype, with a token."""
     check_array("the layer", name, x, "float", "B", "T", dim)
     if not x.size:
@@ -108,8 +108,13 @@ class Views(NamedTuple):
     """One layer's output under two windows: the teacher's joins the residual stream, the student's
     is an extra input of the next layer."""
 
-    teacher: Float[Array, "B T D"]
-    student: Float[Array, "B T D"]
+    teacher: Hidden
+    student: Hidden
+
+
+type Output = Hidden | Views
+type Report = tuple[Any, ...] | None  # arrays: `MemoryStats`, or what a row `measures`
+type LayerState = tuple[Any, ...] | None  # a NamedTuple of arrays, the batch axis first
 
 
 class Sublayer(Configured):
@@ -127,26 +132,19 @@ class Sublayer(Configured):
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         raise AssertionError(f"{type(self).__name__} defines its own parameters")
 
-    def forward(
-        self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
-    ) -> tuple[Any, Any]:
-        """(output or `Views`, what the layer's memory reports: `MemoryStats`, or what the row
-        `measures`; None without a report)."""
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, Report]:
+        """(output, the report of the layer's memory)."""
         raise AssertionError(f"{type(self).__name__} defines its own forward")
 
-    def start(self, batch_size: int, max_length: int | None) -> Any:
+    def start(self, batch_size: int, max_length: int | None) -> LayerState:
         """The state before rows begin; `max_length` bounds those of full attention."""
         return None
 
     def extend(
-        self,
-        x: Float[Array, "B T D"],
-        piece: Piece,
-        state: Any,
-        student: Float[Array, "B T D"] | None = None,
-    ) -> tuple[Any, Any]:
-        """`forward` for a piece of rows: (output or `Views`, the state after the piece). Over
-        consecutive pieces the outputs are those of `forward`, without gradient."""
+        self, x: Hidden, piece: Piece, state: LayerState, student: Hidden | None = None
+    ) -> tuple[Output, LayerState]:
+        """`forward` for a piece of rows: (output, the state after the piece). Over consecutive
+        pieces the outputs are those of `forward`, without gradient."""
         raise AssertionError(f"{type(self).__name__} defines its own extend")
 
 
@@ -157,10 +155,10 @@ class Mixer(Sublayer):
 
     def __call__(
         self,
-        h: Float[Array, "B T D"],
+        h: Hidden,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-    ) -> Any:
+    ) -> Output:
         """The output; under two windows (teacher, student), equal in the first `student_window`
         tokens of a document."""
         check_hidden("h", h, self.config.dims.dim)
@@ -222,8 +220,8 @@ class Block(Configured):
     """
 
     config_class = BlockConfig
-    mixer: Any
-    mlp: Any
+    mixer: Mixer
+    mlp: Sublayer
     mixer_norm: nnx.Param
     mlp_norm: nnx.Param
 
@@ -236,17 +234,17 @@ class Block(Configured):
 
     def __call__(
         self,
-        h: Float[Array, "B T D"],
+        h: Hidden,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-        embeddings: Float[Array, "B T D"] | None = None,
-    ) -> Float[Array, "B T D"]:
+        embeddings: Hidden | None = None,
+    ) -> Hidden:
         """The block's output. `embeddings` of the tokens are the targets of an IP-TTT memory
         that stores them."""
         check_array("the layer", "h", h, "float", "B", "T", self.config.mixer.dims.dim)
         return self.forward(h, Row.of(h, positions, segment_ids, embeddings))[0]
 
-    def forward(self, h: Float[Array, "B T D"], row: Row) -> tuple[Float[Array, "B T D"], Any]:
+    def forward(self, h: Hidden, row: Row) -> tuple[Hidden, Report]:
         """(output, the report of the block's memory over the row; None without one)."""
         stats, student = None, None
         if not h.size:
@@ -258,9 +256,7 @@ class Block(Configured):
             stats = stats if layer_stats is None else layer_stats
         return h, stats
 
-    def inputs(
-        self, name: str, h: Float[Array, "B T D"], row: Row
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None]:
+    def inputs(self, name: str, h: Hidden, row: Row) -> tuple[Hidden, Hidden | None]:
         """The inputs of sub-layer `name`: (normed hidden states, those of a student)."""
         student = None
         for before in itertools.takewhile(lambda other: other != name, self.config.order):
@@ -268,13 +264,13 @@ class Block(Configured):
             h, student = _added(h, getattr(self, before).forward(x, row, t)[0])
         return self._normed(name, h, student)
 
-    def start(self, batch_size: int, max_length: int | None) -> dict[str, Any]:
+    def start(self, batch_size: int, max_length: int | None) -> dict[str, LayerState]:
         order = self.config.order
         return {name: getattr(self, name).start(batch_size, max_length) for name in order}
 
     def extend(
-        self, h: Float[Array, "B T D"], piece: Piece, state: dict[str, Any]
-    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+        self, h: Hidden, piece: Piece, state: dict[str, LayerState]
+    ) -> tuple[Hidden, dict[str, LayerState]]:
         """`forward` for a piece of rows: (output, the states after it). Raises `UserError` for
         another number of rows than the states have."""
         check_hidden("h", h, self.config.mixer.dims.dim)
@@ -295,7 +291,7 @@ class Block(Configured):
         return rms_norm(h, weight, eps), None if student is None else rms_norm(student, weight, eps)
 
 
-def _added(h: jax.Array, y: Any) -> tuple[jax.Array, jax.Array | None]:
+def _added(h: jax.Array, y: Output) -> tuple[jax.Array, jax.Array | None]:
     """(residual stream, the student's where y is `Views`)."""
     if isinstance(y, Views):
         return h + y.teacher, h + y.student

@@ -1,16 +1,16 @@
 """SwiGLU: features silu(x W_gate) * (x W_up), output features W_down."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
 from ttcd_jax.config import Positive
-from ttcd_jax.nn.block import Dims, Names, Sublayer, SublayerConfig
+from ttcd_jax.nn.block import Dims, LayerState, Names, Report, Sublayer, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param
-from ttcd_jax.nn.row import Piece, Row
+from ttcd_jax.nn.row import Hidden, Piece, Row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,26 +44,20 @@ class SwiGLU(Sublayer, config=MLPConfig):
         self.up = normal_param(rngs, (D, F), ("embed", "mlp"), std, dtype)
         self.down = normal_param(rngs, (F, D), ("mlp", "embed"), std, dtype)
 
-    def features(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+    def features(self, x: Hidden) -> Float[Array, "B T F"]:
         dtype = self.config.precision.compute_dtype
         return jax.nn.silu(linear(x, self.gate[...], dtype)) * linear(x, self.up[...], dtype)
 
-    def plain(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def plain(self, x: Hidden) -> Hidden:
         return linear(self.features(x), self.down[...], self.config.precision.compute_dtype)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Hidden) -> Hidden:
         return self.plain(x)
 
-    def forward(
-        self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
-    ) -> tuple[Float[Array, "B T D"], Any]:
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Hidden, Report]:
         return self.plain(x), None
 
     def extend(
-        self,
-        x: Float[Array, "B T D"],
-        piece: Piece,
-        state: Any,
-        student: Float[Array, "B T D"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Any]:
+        self, x: Hidden, piece: Piece, state: LayerState, student: Hidden | None = None
+    ) -> tuple[Hidden, LayerState]:
         return self.plain(x), None

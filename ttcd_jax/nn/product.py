@@ -1,4 +1,4 @@
-"""Matrix products with a backward of their own: one for precision, one for speed."""
+"""Matrix products with their own backward: one for precision, one for speed."""
 
 import functools
 from typing import cast

@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split layout, with the ways to scale it that models use.
+"""Rotary position embedding, half-split layout, with the scalings that models use.
 
 For a head vector a = [a0 | a1] at position p:  [a0 cos - a1 sin | a1 cos + a0 sin],  angle p *
 base^(-2j/H). Angles are always float32: positions up to a million need it; more precision has no

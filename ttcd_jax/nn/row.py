@@ -13,6 +13,8 @@ from ttcd_kernels.dual_window.tiles import documents
 
 from ttcd_jax.errors import UserError
 
+Hidden = Float[Array, "B T D"]  # hidden states, or another vector per token
+
 
 def check_array(owner: str, name: str, x: Any, kind: str, *shape: int | str) -> None:
     """Raises `UserError` unless x is an array of this kind ("int" or "float") and shape, in which a
@@ -37,9 +39,9 @@ class Row(NamedTuple):
     # Rotary attention takes differences inside a document only, a memory of LaCT does not.
     positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"] | None = None  # one value per document; None: one document
-    embeddings: Float[Array, "B T D"] | None = None  # of the tokens, as the model looked them up
-    # True: `forward` of a memory with a teacher returns `memory.distillation.Distillation` in place
-    # of `MemoryStats`. Known when it is traced; None is no leaf.
+    embeddings: Hidden | None = None  # of the tokens, as the model looked them up
+    # True: `forward` of a memory with a teacher returns `memory.distillation.Distillation`, not
+    # `MemoryStats`. Known when it is traced; None is no leaf.
     measures: Literal[True] | None = None
 
     @classmethod
@@ -48,7 +50,7 @@ class Row(NamedTuple):
         h: Float[Array, "B T *rest"] | Int[Array, "B T"],
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-        embeddings: Float[Array, "B T D"] | None = None,
+        embeddings: Hidden | None = None,
     ) -> "Row":
         """The row of `h`; positions default to 0, 1, ... from the start of each document. Raises
         `UserError` for positions and documents of another shape, or not int."""
@@ -83,7 +85,7 @@ class Piece(NamedTuple):
     """The next T positions of every row, the first `lengths` of them tokens, the rest padding; a
     row of a piece is one document.
 
-    A piece fits the chunks of the model's memories in one of two ways: no row has more tokens than
+    A piece fits the chunks of the model's memories in one of two cases: no row has more tokens than
     its open chunk has room for (T <= L), or every row that has any is at the start of a chunk and T
     is a multiple of L.
     """
@@ -97,13 +99,13 @@ class Piece(NamedTuple):
     has_gap: bool  # static: some row has fewer than `halo` positions before the piece
     # Rows that bypass in-place memories; True: all do, and the memories are not even computed.
     is_plain: Bool[Array, " B"] | Literal[True] | None = None
-    embeddings: Float[Array, "B T D"] | None = None
+    embeddings: Hidden | None = None
     cut: Cut = Cut()
 
     @classmethod
     def of(
         cls,
-        h: Float[Array, "B T D"],
+        h: Hidden,
         start: int | Int[Array, " B"],
         *,
         chunk_size: int | None = None,
@@ -113,8 +115,8 @@ class Piece(NamedTuple):
         """The piece h of rows in which `start` tokens came before, the first `lengths` (default:
         all) of which are tokens; of a layer with these chunks (None: no memory has any) and this
         attention window (None: full attention). Single tokens may have a `start` per row [B], even
-        a traced one. Raises `UserError` for a longer piece that does not fit the chunks, and for
-        starts and lengths that cannot be."""
+        a traced one. Raises `UserError` for a longer piece across chunks, and for impossible starts
+        and lengths."""
         batch, length = h.shape[:2]
         if not isinstance(start, int):
             check_array("the piece", "start", start, "int", *np.shape(start) and (batch,))
@@ -155,7 +157,7 @@ class Piece(NamedTuple):
         return jnp.arange(length) < self.lengths[:, None]
 
 
-def where_rows(mask: jax.Array, x: Any, other: Any) -> Any:
+def where_rows[Tree](mask: jax.Array, x: Tree, other: Tree | int) -> Tree:
     """Every array of the tree x where `mask` is true, else of `other` (a like tree or a number);
     the mask has the first axes of all arrays."""
 
@@ -167,7 +169,7 @@ def where_rows(mask: jax.Array, x: Any, other: Any) -> Any:
     return jax.tree.map(choose, x, other)
 
 
-def zero_padding(tree: Any, piece: Piece) -> Any:
+def zero_padding[Tree](tree: Tree, piece: Piece) -> Tree:
     """Arrays [B, T, ...] with the padding of a piece set to zero."""
     length = jax.tree.leaves(tree)[0].shape[1]
     return where_rows(piece.is_token(length), tree, 0)
@@ -189,12 +191,12 @@ def scatter_from(
     return scatter(buffer, new, jnp.where(is_kept, slots, buffer.shape[1]))
 
 
-def after_tail(tail: Any, x: Any) -> Any:
+def after_tail[Tree](tail: Tree, x: Tree) -> Tree:
     """Arrays [B, T, ...] preceded by the tail, for a causal convolution."""
     return jax.tree.map(lambda tail, x: jnp.concatenate([tail, x], axis=1), tail, x)
 
 
-def next_tail(tail: Any, x: Any, piece: Piece) -> Any:
+def next_tail[Tree](tail: Tree, x: Tree, piece: Piece) -> Tree:
     """The tail [B, R - 1, ...] after the piece, of every array of a tree."""
 
     def newest(tail: jax.Array, around: jax.Array) -> jax.Array:

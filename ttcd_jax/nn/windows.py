@@ -50,12 +50,12 @@ def attend(
     ) -> Outputs:
         reach = None if windows[0] is None else windows[0] - 1
         (k, v), segment_ids = sequence.halo(shard, (k, v), segment_ids, reach)
-        facts = {"segment_ids": segment_ids, "implementation": implementation}
+        options = {"segment_ids": segment_ids, "implementation": implementation}
         if len(windows) == 1:
-            return (window_attention(q, k, v, window=windows[0], **facts),)
+            return (window_attention(q, k, v, window=windows[0], **options),)
         teacher, student = windows
         return dual_window_attention(
-            q, k, v, teacher_window=teacher, student_window=student, **facts
+            q, k, v, teacher_window=teacher, student_window=student, **options
         )
 
     names = (_QUERIES, _KEYS, _KEYS, ("batch", "length"))
@@ -99,7 +99,7 @@ def attend_cached(
             for x, new in zip(cache, (k, v), strict=True)
         )
     if piece.has_gap:
-        # Slots that were never written are a document of their own.
+        # Slots that were never written are one more document.
         positions = piece.start[:, None] + jnp.arange(-piece.halo, k.shape[1])
         ids = (positions >= 0).astype(jnp.int32)
     seen = attend(q, keys, values, ids, windows, implementation)

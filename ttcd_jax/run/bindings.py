@@ -140,22 +140,21 @@ class _Runtime:
 
         def construct(*, _base: Config | None = None, **values: Any) -> Config:
             bound = {name: self._where(cls.__name__, name) for name in values}
-            required, missing = [], []
-            for field in dataclasses.fields(cls):
-                if field.name in bound:
-                    continue
-                if _base is not None:
-                    value = getattr(_base, field.name)
-                    is_nested = isinstance(value, Config)
-                    values[field.name] = (
-                        self._make[type(value)](_base=value) if is_nested else value
-                    )
-                elif field.default is field.default_factory is dataclasses.MISSING:
-                    is_single = config_classes(hints[field.name]) == [hints[field.name]]
-                    (required if is_single else missing).append(field.name)
+            missing = []
             try:
-                for name in required:
-                    values[name] = self._make[hints[name]](_base=self.inherit(name, values))
+                for field in dataclasses.fields(cls):
+                    name, hint = field.name, hints[field.name]
+                    if name in bound:
+                        continue
+                    if _base is not None:
+                        values[name] = value = getattr(_base, name)
+                        if isinstance(value, Config):
+                            values[name] = self._make[type(value)](_base=value)
+                    elif field.default is field.default_factory is dataclasses.MISSING:
+                        if config_classes(hint) == [hint]:
+                            values[name] = self._make[hint](_base=self.inherit(name, values))
+                        else:
+                            missing.append(name)
                 if missing:
                     needed = (f"{cls.__name__}.{x} = {_example(hints[x])}" for x in missing)
                     raise UserError(f"{cls.__name__} lacks a value; bind {', '.join(needed)}")
@@ -181,8 +180,8 @@ class _Runtime:
         return self._bindings[found[0]].where
 
     def _check_use(self, replaced: Sequence[Binding]) -> None:
-        """Raises `UserError` for a binding that applied to nothing and a macro that is never used;
-        those of the classes that the replaced bindings would have built are excused."""
+        """Raises `UserError` for a binding without effect and an unused macro; those of the classes
+        that the replaced bindings would have built are excused."""
         mentioned, excused = set(), set()
         for binding in [*replaced, *self._bindings.values()]:
             own = "" if binding.field else binding.owner
@@ -202,8 +201,8 @@ class _Runtime:
 
 
 def _gin_of_its_own() -> types.ModuleType:
-    """gin's runtime with a registry of its own: gin has one in a module, and the program around
-    this library may use that."""
+    """gin's runtime with its own registry: gin has one in a module, and the program around this
+    library may use that."""
     spec = importlib.util.find_spec("gin.config")
     assert spec is not None
     assert spec.loader is not None
@@ -331,31 +330,30 @@ def _read(
     shown = path.relative_to(config_dir) if path.is_relative_to(config_dir) else path
     if path in parents:
         raise UserError(f"{shown} includes itself through {parents[-1].name}")
-    included: dict[Key, Binding] = {}
+    included: list[Binding] = []
     own: dict[Key, Binding] = {}
-    conflicts: dict[Key, str] = {}
     for statement, where in _parse(_text(path), lambda line: f"{shown}:{line}", runtime):
         if isinstance(statement, config_parser.IncludeStatement):
             if own:
                 raise UserError(f"{where}: includes come before the bindings that override them")
             fragment = _fragment(statement.filename, where, (path.parent, config_dir))
-            for key, binding in _read(fragment, config_dir, (*parents, path), runtime).items():
-                first = included.setdefault(key, binding).where
-                if binding.where != first:
-                    conflicts.setdefault(key, _bound_twice(binding, first))
+            included += _read(fragment, config_dir, (*parents, path), runtime).values()
             continue
         binding = _binding(statement, where)
         if binding.key in own:
-            raise UserError(_bound_twice(binding, own[binding.key].where))
+            raise UserError(_bound_twice(binding, own[binding.key]))
         own[binding.key] = binding
-    for key, message in conflicts.items():
-        if key not in own:
+    bindings = dict(own)
+    for binding in included:
+        first = bindings.setdefault(binding.key, binding)
+        if binding.key not in own and binding.where != first.where:
+            message = _bound_twice(binding, first)
             raise UserError(f"{message}, or bind it in the including file")
-    return included | own
+    return bindings
 
 
-def _bound_twice(binding: Binding, first: str) -> str:
-    return f"{binding.where}: {binding.name} is already bound at {first}; keep one"
+def _bound_twice(binding: Binding, first: Binding) -> str:
+    return f"{binding.where}: {binding.name} is already bound at {first.where}; keep one"
 
 
 def _binding(statement: config_parser.BindingStatement, where: str) -> Binding:

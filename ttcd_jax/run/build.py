@@ -38,17 +38,16 @@ from ttcd_jax.train.state import (
 )
 from ttcd_jax.train.step import TrainStep, make_train_step
 
-BATCH_FIELDS = ("tokens", "targets", "positions", "loss_mask")
-
 
 def batch_fields(config: RunConfig) -> tuple[str, ...]:
     """The fields of a batch on the devices; rows of one document have no segment ids."""
-    return BATCH_FIELDS if config.data.rows_are_documents else (*BATCH_FIELDS, "segment_ids")
+    fields = ("tokens", "targets", "positions", "loss_mask")
+    return fields if config.data.rows_are_documents else (*fields, "segment_ids")
 
 
 def check(config: RunConfig) -> None:
     """Raises `UserError` if vocabulary or lengths of model and data do not fit together, or if the
-    model lacks what the optimizer or `memory_warmup` names. Warns of narrow parameters."""
+    model lacks parameters of the optimizer or `memory_warmup`. Warns of narrow parameters."""
     param = config.model.precision.param
     if jnp.finfo(param).bits < 32:
         logging.warning(
@@ -195,17 +194,18 @@ def abstract_state(config: RunConfig, mesh: Mesh) -> TrainState:
 
 
 def fresh_state(config: RunConfig, mesh: Mesh) -> TrainState:
-    return jax.jit(lambda: _fresh(config), out_shardings=_shardings(config, mesh))()
+    """The training state before the first step, drawn from the seed."""
+
+    def drawn() -> TrainState:
+        return _state(config, init_params(config.model, config.seed))
+
+    return jax.jit(drawn, out_shardings=_shardings(config, mesh))()
 
 
 def state_with(config: RunConfig, mesh: Mesh, params: dict[str, Any]) -> TrainState:
-    """The training state before the first step, with `params`, which are donated."""
+    """`fresh_state` with `params`, which are donated."""
     where = _shardings(config, mesh)
     return jax.jit(lambda x: _state(config, x), out_shardings=where, donate_argnums=0)(params)
-
-
-def _fresh(config: RunConfig) -> TrainState:
-    return _state(config, init_params(config.model, config.seed))
 
 
 def _state(config: RunConfig, params: dict[str, Any]) -> TrainState:

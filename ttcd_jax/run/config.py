@@ -20,8 +20,8 @@ from ttcd_jax.train.optimizer import MuonSettings, OptimizerConfig
 Steps = Annotated[int, Bound("in 1 .. 2^31 - 1", lambda steps: 0 < steps < 2**31)]
 SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < value <= 1e6)]
 
-# The fields that may change when a run is resumed: sharding, parts of a step, what it recomputes,
-# reports, and what happens to bad steps.
+# The fields that may change when a run is resumed: sharding, parts of a step, recomputation,
+# reports, and the treatment of bad steps.
 LAYOUT = (
     *("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "evaluations", "trackers"),
     *("max_skipped_steps", "spike_factor", "model.remat", "model.scans_layers"),
@@ -32,8 +32,8 @@ LASTING = (
     *("model", "data", "batch_size", "seed", "start_from", "start_drops", "optimizer.kind"),
     "optimizer.rates",
 )
-# Where data are: they may move, and their digests decide.
-PLACES = (
+# The paths of data may change, since their digests decide.
+DATA_PATHS = (
     *("CorpusConfig.path", "TokenizerConfig.path", "RecordsConfig.paths", "RecordsConfig.folders"),
 )
 
@@ -51,11 +51,11 @@ class RunConfig(Config):
 
     `log_every`: steps between two lines of metrics. `evaluate_every`: steps between the
     `evaluations`, tasks with their options, on the current parameters, None for none. `trackers`:
-    those that receive the metrics besides `metrics.jsonl` and TensorBoard. `metrics`: what
-    `metrics.jsonl` has of a step besides its loss, by the names in `ttcd_jax.train.metrics`:
+    those that receive the metrics besides `metrics.jsonl` and TensorBoard. `metrics`: the numbers
+    of a step in `metrics.jsonl` besides its loss, by the names in `ttcd_jax.train.metrics`:
     "memory_ratio" and "gate_mean" of memories, "distillation" (the gap between student and teacher
-    of every layer with a teacher, and what the memory leaves of it; it costs a forward pass per
-    logged step), and those of your own.
+    of every layer with a teacher, with and without the memory; a forward pass per logged step), and
+    your own.
 
     A checkpoint is saved every `checkpoint_every` steps, and `checkpoint_minutes` after the last
     one. The newest `keep_checkpoints` are kept, those of steps divisible by `keep_every`, and the
@@ -147,10 +147,12 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def common_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    """Those of a configuration or manifest in which the processes of a job must not differ, by
-    their paths: all but the places of data, which may be local to a node."""
-    return {path: value for path, (name, value) in _leaves(facts).items() if name not in PLACES}
+def common_fields(stored: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a stored configuration or manifest in which the processes of a job must not
+    differ, by their paths: all but the paths of data, which may be local to a node."""
+    return {
+        path: value for path, (name, value) in _leaves(stored).items() if name not in DATA_PATHS
+    }
 
 
 def accepted_changes(
@@ -161,9 +163,9 @@ def accepted_changes(
     layout: Sequence[str] = LAYOUT,
 ) -> list[dict[str, Any]]:
     """{field, old, new} of every difference: of the fields `named`, by their names in .gin files or
-    their paths, and of the places of data, whose digests are compared elsewhere. Those of `layout`
-    differ freely. Raises `UserError` for a name without a field, and for any other difference.
-    None are named where the command has no --change."""
+    their paths, and of the paths of data, whose digests are compared elsewhere. Those of `layout`
+    differ freely. Raises `UserError` for a name without a field, and for any other difference. None
+    are named where the command has no --change."""
     is_run = old.get("type") == RunConfig.__name__ == new.get("type")
     if is_run and old is not new:
         old = RunConfig.from_dict(old).to_dict()  # earlier versions stored fewer fields
@@ -180,7 +182,7 @@ def accepted_changes(
         # A clip that begins or ends gives the optimizer's state another structure.
         lasts = _is_below(path, LASTING)
         lasts |= path == "optimizer.clip_norm" and None in (start, now)
-        if field in PLACES or (not lasts and {field, path} & {*(named or ())}):
+        if field in DATA_PATHS or (not lasts and {field, path} & {*(named or ())}):
             accepted.append({"field": field, "old": start, "new": now})
         else:
             others[f"{path}: {start} -> {now}"] = f"--change={field}"

@@ -1,10 +1,10 @@
-"""The run directory: the files that a run writes, all that evaluation needs.
+"""The run directory: the files that a run writes. Evaluation needs no others.
 
 config.json      configuration, its changes    config.gin        the recipe and its parameters
 data.json        manifest of the data          environment.json  versions and device
 checkpoints/     Orbax steps with digests      metrics.jsonl, tensorboard/
 metrics.jsonl.repeated                         records before an interruption, made again
-evaluations.json                               digests of what the run is evaluated on
+evaluations.json                               digests of the data of its evaluations
 eval/            results of evaluations        lock              held by the training process
 
 An imported run has import.json (origin, digests, dtypes) instead of data.json, and its
@@ -92,16 +92,13 @@ class RunDirectory:
                 f"{self.path / 'config.json'} was edited or damaged since it was written: restore "
                 "a copy (a run's fields are changed by launch --param=... --change=...)"
             )
-        self._check_imports(config)
+        self.check_imports()
         return upgraded({x: config[x] for x in config if x not in _OF_THE_FILE})
 
     def check_imports(self) -> None:
-        """Raises `UserError` for a run that needs modules which this process has not imported."""
+        """Raises `UserError` for a run whose modules this process has not imported."""
         if self.is_claimed:
-            self._check_imports(self._read("config.json"))
-
-    def _check_imports(self, config: dict[str, Any]) -> None:
-        check_imported(str(self.path), config.get("imports", []))
+            check_imported(str(self.path), self._read("config.json").get("imports", []))
 
     def read_part(self, name: str) -> dict[str, Any]:
         """The configuration `model` or `data`. Raises `UserError` for none."""
@@ -119,9 +116,9 @@ class RunDirectory:
         changes: Sequence[str] = (),
     ) -> None:
         """Writes the files of a new run, or checks that the run here is the same apart from the
-        fields `layout`, and those of `changes`, which are recorded. Called under the lock:
-        unfinished files of a killed process are removed. Raises `UserError` naming differing
-        fields, `DataError` for other data."""
+        fields `layout` and `changes`. The latter are recorded. Called under the lock: unfinished
+        files of a killed process are removed. Raises `UserError` naming differing fields,
+        `DataError` for other data."""
         for path in (x for name in (*_CLAIM, METRICS) for x in self.path.glob(f".{name}.*")):
             path.unlink()
         old = self.read_config() if self.is_claimed else config
@@ -153,15 +150,15 @@ class RunDirectory:
                 "--run_dir"
             )
 
-    def write_import(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
+    def write_import(self, config: dict[str, Any], metadata: dict[str, Any]) -> None:
         """Writes the files of an imported run: its configuration and its origin."""
-        self._write(config, _IMPORT, facts)
+        self._write(config, _IMPORT, metadata)
 
     def _write(
-        self, config: dict[str, Any], name: str, facts: dict[str, Any], source: str | None = None
+        self, config: dict[str, Any], name: str, content: dict[str, Any], source: str | None = None
     ) -> None:
         write_json(self.path / "environment.json", _environment())
-        write_json(self.path / name, facts)
+        write_json(self.path / name, content)
         self._write_config(config, source, [])
 
     def _write_config(
@@ -271,7 +268,7 @@ def load_run(
         run = load_run("runs/quickstart/text", changes=["TransformerConfig.window=None"])
 
     Reads only `config.json` and the checkpoint's parameters. Raises `UserError` for a folder that
-    is no run directory, a configuration that this version does not know and a refused change,
+    is not a run directory, a configuration unknown to this version and a refused change,
     `CheckpointError` for a checkpoint that is missing, damaged or of another model.
     """
     params, config, step = load_params(run_dir, step, changes)

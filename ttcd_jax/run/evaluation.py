@@ -31,8 +31,8 @@ def evaluation_callbacks(
 ) -> list[StateCallback]:
     """A callback that evaluates, every `evaluate_every` steps and after the last, at most
     `batch_size` rows at once, and calls `write(steps done, metrics)`, each named
-    TASK/VARIANT/BUCKET; none without `evaluate_every`. Rows are made in advance, so that a task
-    that does not fit the data raises its `UserError` before the first step."""
+    TASK/VARIANT/BUCKET; none without `evaluate_every`. Rows are made in advance, so a task that
+    does not fit the data raises its `UserError` before the first step."""
     every = config.evaluate_every
     if every is None:
         return []

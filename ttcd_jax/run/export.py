@@ -1,4 +1,4 @@
-"""A run as a checkpoint of Hugging Face transformers: tensors and files, with a model card."""
+"""A run as a checkpoint of another implementation: tensors and small files."""
 
 import math
 import os
@@ -11,18 +11,22 @@ from ttcd_kernels.table import Row, cells
 
 from ttcd_jax.data.sources import row_length
 from ttcd_jax.data.tokenizer import build_tokenizer
+from ttcd_jax.errors import CheckpointError
 from ttcd_jax.files import read_json
-from ttcd_jax.interop.hugging_face_export import (
-    MODELING,
-    TRIED,
-    export_hugging_face,
-    text_files,
-)
+from ttcd_jax.interop.checkpoint import CONFIG
+from ttcd_jax.interop.hugging_face_export import MODELING, TRIED, export_hugging_face, text_files
+from ttcd_jax.interop.reference_config import export_reference
 from ttcd_jax.methods import method_named
 from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.run.directory import IMPORTED, RunDirectory, load_params, tokenizer_config
+from ttcd_jax.run.directory import (
+    IMPORTED,
+    TOKENIZER,
+    RunDirectory,
+    load_params,
+    tokenizer_config,
+)
 
-_FORMAT = "huggingface"
+_METADATA = ("config_json", "dtypes", "format", "tied_head")  # of an import
 _NOTE = (
     "Prompts of different lengths are padded on the left. Refused are what would take tokens back "
     "(assistants, prompt lookup), other classes of cache, and weights of attention."
@@ -30,22 +34,29 @@ _NOTE = (
 
 
 def exported_run(
-    run_dir: str | os.PathLike[str], step: int | None, dtype: str | None
+    run_dir: str | os.PathLike[str], form: str, step: int | None, dtype: str | None
 ) -> tuple[dict[str, np.ndarray], dict[str, str], int]:
-    """(tensors, small files, step) of the newest checkpoint of a run, or of `step`: as
-    `export_hugging_face` makes them, with the files of its tokenizer and a model card."""
+    """(tensors, small files, step) of the newest checkpoint of a run, or of `step`, in the format
+    "reference" or "huggingface", which has files of its tokenizer and a model card. A run imported
+    from the same format is exported as it was."""
     directory = RunDirectory(run_dir)
-    facts = directory.read_import()
-    if facts is not None and facts.get("format") != _FORMAT:
-        facts = None
-    data = directory.read_part("data")
+    metadata = directory.read_import()
+    if metadata is not None and not all(name in metadata for name in _METADATA):
+        raise CheckpointError(f"{run_dir}/import.json is damaged: import the checkpoint again")
+    metadata = metadata if metadata and metadata["format"] == form else None
     params, config, step = load_params(run_dir, step)
+    if form == "reference":
+        tensors, text = export_reference(params, config, metadata, dtype)
+        file = directory.path / TOKENIZER
+        copied = {TOKENIZER: file.read_bytes().decode()} if file.is_file() else {}
+        return tensors, {CONFIG: text} | copied, step
+    length = row_length(directory.read_part("data"))
     tensors, files = export_hugging_face(
-        params, config, length=row_length(data), facts=facts, dtype=dtype
+        params, config, length=length, metadata=metadata, dtype=dtype
     )
     if (tokenizer := tokenizer_config(directory)) is not None:
         stored = _imported_texts(directory)
-        files |= text_files(build_tokenizer(tokenizer), stored) | (stored if facts else {})
+        files |= text_files(build_tokenizer(tokenizer), stored) | (stored if metadata else {})
         if tokenizer.path is not None:
             files["tokenizer.json"] = Path(tokenizer.path).read_text()
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
@@ -55,8 +66,8 @@ def exported_run(
 
 def _imported_texts(directory: RunDirectory) -> dict[str, str]:
     """The text files of the import that a run descends from, as far as its ancestors are there."""
-    if (facts := directory.read_import()) is not None:
-        return facts.get("text_files", {})
+    if (metadata := directory.read_import()) is not None:
+        return metadata.get("text_files", {})
     start = directory.read_config().get("start_from")
     ancestor = RunDirectory(start) if isinstance(start, str) else None
     return _imported_texts(ancestor) if ancestor is not None and ancestor.is_claimed else {}
@@ -85,7 +96,7 @@ def _card(
         "```",
         "",
         *notes,
-        *_table([{"": name, "value": x} for name, x in _facts(directory, config, step).items()]),
+        *_table([{"": name, "value": x} for name, x in _entries(directory, config, step).items()]),
     ]
     for path in sorted(directory.path.glob("eval/*/results.json")):
         result = read_json(path)
@@ -94,9 +105,9 @@ def _card(
     return "\n".join(lines) + "\n"
 
 
-def _facts(directory: RunDirectory, config: TransformerConfig, step: int) -> dict[str, Any]:
+def _entries(directory: RunDirectory, config: TransformerConfig, step: int) -> dict[str, Any]:
     run, settings = directory.read_config(), config.settings
-    facts = {
+    entries = {
         "layers": config.num_layers,
         "width": config.dim,
         "window": config.window,
@@ -106,10 +117,10 @@ def _facts(directory: RunDirectory, config: TransformerConfig, step: int) -> dic
         "eta": getattr(settings, "eta", None),
     }
     if run["data"]["type"] == IMPORTED:
-        return facts | {"imported from": (directory.read_import() or {}).get("path")}
+        return entries | {"imported from": (directory.read_import() or {}).get("path")}
     length = row_length(run["data"])
     schedule = run["optimizer"]["schedule"]
-    return facts | {
+    return entries | {
         "started from": run["start_from"],
         "steps": step,
         "tokens": step * run["batch_size"] * length,

@@ -8,8 +8,8 @@ A recipe fixes the batch; the fields of `RunConfig` that it leaves open follow f
     model.scans_layers   True
 
 On CPUs the parts are those nearest to `CPU_PART_TOKENS` tokens. Up to `CPU_KEPT_TOKENS` in a part
-and `CPU_LAYERS` layers, nothing is recomputed and layers are unrolled: XLA copies what a scan
-keeps.
+and `CPU_LAYERS` layers, nothing is recomputed and layers are unrolled: XLA copies the arrays that a
+scan keeps.
 
 The layout changes speed and device memory, not the losses: a run may resume on other devices.
 """

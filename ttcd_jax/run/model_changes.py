@@ -17,9 +17,9 @@ def changed_model(config: TransformerConfig, changes: Sequence[str]) -> Transfor
         RopeConfig.yarn = @YarnConfig()
         YarnConfig.factor = 8
 
-    A window, or none, makes a plain transformer one of the other kind (`Method.twin`).
-    Raises `UserError` for an unknown name or a wrong value, and, naming the binding, for one that
-    changes the parameters or that has no effect on the model.
+    A window, or none, makes a plain transformer one of the other kind (`Method.twin`). Raises
+    `UserError` for an unknown name or a wrong value. It names the binding for one that changes the
+    parameters or has no effect on the model.
     """
     if not changes:
         return config

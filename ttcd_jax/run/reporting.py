@@ -37,8 +37,8 @@ from ttcd_jax.train.watchdog import Watchdog
 def reporter(
     config: RunConfig, directory: Path, start: int, trackers: Sequence[Tracker], watchdog: Watchdog
 ) -> Iterator[tuple[list[MetricCallback], Callable[[int, dict[str, Any]], None]]]:
-    """(callbacks that report a run every `log_every` steps, function that writes other metrics of a
-    step); both do nothing outside the first process."""
+    """(callbacks that report a run every `log_every` steps, a writer of other metrics of a step);
+    both do nothing outside the first process."""
     if jax.process_index():
         yield [], lambda step, record: None
         return
@@ -92,7 +92,7 @@ _LOUD, _SHUT = 2.0, 0.01  # memory ratios above, gates below are warned of
 
 
 def _warn_of_memory(step: int, record: dict[str, Any], warned: set[str]) -> None:
-    """Warns of a memory that outgrows its weight, and of a gate that shuts, once for each."""
+    """Warns once of a memory that outgrows its weight, and once of a shut gate."""
     for name, value in record.items():
         is_loud = name.startswith("memory_ratio") and value > _LOUD
         if name in warned or not (is_loud or (name.startswith("gate_mean") and value < _SHUT)):

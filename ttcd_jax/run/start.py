@@ -43,17 +43,15 @@ class StartPlan(NamedTuple):
 def inherited_model(
     run_dir: RunDirectory,
 ) -> Callable[[str, dict[str, Any]], TransformerConfig | None]:
-    """The model of a run whose recipe has none, for `run.bindings.load_config`: that of its own
-    directory once it has started, else the `starting_model` of the run that it starts from. Single
+    """The model of a run whose recipe has no model, for `run.bindings.load_config`: its own
+    directory's once it has started, else the `starting_model` of the run it starts from. Single
     bound fields override it."""
 
     def inherit(field: str, values: dict[str, Any]) -> TransformerConfig | None:
         start_from = values.get("start_from")
         if field != "model" or not isinstance(start_from, str):
             return None
-        if run_dir.is_claimed:
-            return model_config(run_dir)
-        return starting_model(start_from)
+        return model_config(run_dir) if run_dir.is_claimed else starting_model(start_from)
 
     return inherit
 
@@ -67,7 +65,7 @@ def starting_model(start_from: str) -> TransformerConfig:
 def plan_start(config: RunConfig) -> StartPlan:
     """The parameters that this run takes from `start_from`, from the configurations alone. Raises
     `UserError` for a pattern of `start_drops` that names nothing, `CheckpointError` for parameters
-    of another shape, and for those that the model lacks."""
+    of another shape or unknown to the model."""
     assert config.start_from is not None
     stored = stored_params(model_config(RunDirectory(config.start_from)))
     model = stored_params(config.model)

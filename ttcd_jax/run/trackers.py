@@ -24,8 +24,8 @@ class Tracker(Protocol):
         """Called once, when `step` steps are done."""
 
     def write(self, step: int, record: dict[str, Any]) -> None:
-        """Receives one record of `step`: finite numbers, of a skipped step reason and rows too. Of
-        a run that goes on after kills, no record comes twice that `metrics.jsonl` had before."""
+        """Receives one record of `step`: finite numbers, of a skipped step reason and rows too. A
+        run that goes on after kills repeats no record that `metrics.jsonl` had before."""
 
     def close(self) -> None:
         """Called when the run ends, for whatever reason."""
@@ -77,7 +77,7 @@ class WeightsAndBiases:
 
 
 TRACKERS = Registry[Callable[[], Tracker]]("tracker")
-register = TRACKERS.add  # (what makes the tracker, name in `RunConfig.trackers`)
+register = TRACKERS.add  # (class or function of the tracker, name in `RunConfig.trackers`)
 register(WeightsAndBiases, "wandb")
 
 
@@ -87,13 +87,13 @@ def named(names: Iterable[str]) -> list[Tracker]:
 
 
 class Guarded:
-    """A tracker whose first call that raises is a warning, after which it gets no more."""
+    """A tracker that gets no more calls after the first one that raises, which is a warning."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker, self._has_failed = tracker, False
 
     def call(self, method: Literal["start", "write", "close"], *arguments: Any) -> None:
-        """Calls a method of the tracker, in this thread: what it takes, the run waits."""
+        """Calls a method of the tracker, in this thread: the run waits for it."""
         if not self._has_failed:
             with contextlib.ExitStack() as stack:
                 stack.push(self._failed)

@@ -21,7 +21,7 @@ from ttcd_jax.data.pipeline import MakeBatches, StepBatches
 from ttcd_jax.errors import CheckpointError, NonFiniteError, UserError
 from ttcd_jax.files import sha256
 from ttcd_jax.run import build
-from ttcd_jax.run.config import RunConfig, common_facts
+from ttcd_jax.run.config import RunConfig, common_fields
 from ttcd_jax.run.directory import METRICS, RunDirectory
 from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
 from ttcd_jax.run.layout import num_parts, run_mesh
@@ -32,7 +32,7 @@ from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.terminal import phase, say, say_started
 from ttcd_jax.train.bad_steps import no_skips
-from ttcd_jax.train.checkpoint import Checkpoints, Kept, check_place
+from ttcd_jax.train.checkpoint import Checkpoints, Kept, check_directory
 from ttcd_jax.train.loop import HostMetrics, MetricCallback, StateCallback, train
 from ttcd_jax.train.metrics import measured
 from ttcd_jax.train.profile import profiled
@@ -80,7 +80,7 @@ def train_run(
         raise UserError(f"a run's configuration is a RunConfig, not {config!r:.60}")
     directory, trackers = RunDirectory(run_dir), [*named(config.trackers), *trackers]
     options = {"run_dir": str(directory.path), "changes": [*changes], "profile": str(profile)}
-    options |= {"hang_seconds": hang_seconds} | common_facts(config.to_dict())
+    options |= {"hang_seconds": hang_seconds} | common_fields(config.to_dict())
     with Watchdog(jax.process_count(), minimum_seconds=hang_seconds) as watchdog:
         agree("configuration", options, watchdog.save_seconds)
         check(config, directory)
@@ -91,7 +91,7 @@ def train_run(
             placement = build.placement(config, mesh)
             with phase("reading data"):
                 data, manifest = build.build_data(config, placement.rows, batches)
-            agree("data", common_facts(manifest), watchdog.save_seconds)
+            agree("data", common_fields(manifest), watchdog.save_seconds)
             if is_first:
                 _check_kept(directory)
                 directory.claim(config.to_dict(), source, manifest, changes=changes)
@@ -103,10 +103,10 @@ def train_run(
 
 
 def check(config: RunConfig, directory: RunDirectory) -> None:
-    """Raises `UserError` for a model that does not fit its data or `start_from`, and for a place
+    """Raises `UserError` for a model that does not fit its data or `start_from`, and for a folder
     that cannot hold checkpoints."""
     build.check(config)
-    check_place(directory.checkpoints)
+    check_directory(directory.checkpoints)
     directory.check_free()
     if config.start_from is not None and not directory.is_claimed:
         plan_start(config)
@@ -232,7 +232,7 @@ def _checkpoints(
 def _resumed(
     config: RunConfig, checkpoints: Checkpoints, mesh: Mesh
 ) -> tuple[int, TrainState | None]:
-    """(steps done, state) from the newest intact checkpoint; (0, None) if there is none."""
+    """(steps done, state) from the newest intact checkpoint; (0, None) without one."""
     if not multihost_utils.broadcast_one_to_all(bool(checkpoints.steps())):
         return 0, None
     # Whether bad steps are counted may change when a run is resumed.
@@ -263,7 +263,7 @@ def _compiled(
 
 
 def _with_measures(step: TrainStep, config: RunConfig, mesh: Mesh, start: int) -> TrainStep:
-    """`step`, which measures what the run logs besides the metrics of its own program."""
+    """`step` with the metrics that are separate programs, where the run logs."""
     if not (measures := build.build_measures(config, mesh)):
         return step
     with phase("compiling the metrics"):
@@ -292,12 +292,12 @@ def _first_state(config: RunConfig, checkpoints: Checkpoints, mesh: Mesh) -> Tra
 
 class _Signals:
     """Records SIGTERM, SIGINT or SIGHUP, which stop the run; a second one ends the process at once,
-    except SIGHUP, which a closed terminal sends twice and which stays ignored under `nohup`. With
+    except SIGHUP: a closed terminal sends it twice, and under `nohup` it stays ignored. With
     several processes JAX handles SIGTERM, so all stop after the same step.
 
     SIGUSR1 to any process asks for a checkpoint, and so does process 0 when the last one is
-    `minutes` old. A process enters a step when all have ended the step before the last, so that
-    none is two steps ahead of another: what one announces two steps ahead reaches all in time.
+    `minutes` old. A process enters a step when all have ended the step before the last, so that no
+    process is two steps ahead of another, and a message sent two steps ahead reaches all in time.
 
     The previous handlers are restored on exit.
     """

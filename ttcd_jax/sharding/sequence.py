@@ -25,7 +25,7 @@ def is_last(shard: Shard) -> jax.Array:
 
 
 def from_left(shard: Shard, tree: Any, distance: int = 1) -> Any:
-    """Every array of the neighbor `distance` to the left; zeros where there is none."""
+    """Every array of the neighbor `distance` to the left; zeros without one."""
     if shard.size(SEQ) <= distance:
         return jax.tree.map(jnp.zeros_like, tree)
     pairs = [(i, i + distance) for i in range(shard.size(SEQ) - distance)]

@@ -7,14 +7,15 @@ to zero. It decides once 50 steps were accepted: norms of the first steps fall f
 
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Shaped
 
 DECAY, WARMUP = 0.98, 50
 
+Scalars = dict[str, Shaped[Array, ""]]
 # `skipped` steps of the run, `accepted` ones, and their `norm`, averaged with a bias to zero.
-Skips = dict[str, jax.Array]
+Skips = Scalars
 
 
 def no_skips() -> Skips:
@@ -24,8 +25,8 @@ def no_skips() -> Skips:
 
 
 def judged(
-    skips: Skips, metrics: dict[str, jax.Array], is_good: jax.Array, spike_factor: float | None
-) -> tuple[jax.Array, Skips, dict[str, jax.Array]]:
+    skips: Skips, metrics: Scalars, is_good: Bool[Array, ""], spike_factor: float | None
+) -> tuple[Bool[Array, ""], Skips, Scalars]:
     """(whether the step is accepted, the counts after it, its metrics and these counts). A step is
     accepted if it `is_good` and its gradient norm is not a spike."""
     count, norm = skips["accepted"], metrics["grad_norm"].astype(jnp.float32)
@@ -43,12 +44,12 @@ def judged(
     return is_good, after, metrics | counts | {"is_skipped": ~is_good}
 
 
-def fault(metrics: Mapping[str, np.ndarray]) -> str | None:
+def fault(metrics: Mapping[str, Shaped[np.ndarray, "..."]]) -> str | None:
     """The reason why a step with these metrics is bad; None for a good one. Loss and gradient
-    decide, as in the compiled step: a step may measure nothing of what else it reports."""
+    decide, as in the compiled step: other metrics may have nothing to measure."""
     for name in ("loss", "grad_norm"):
         if not np.isfinite(metrics.get(name, 0)):
-            # The gradient of no target is 0, that of another such loss is none.
+            # Without a target the gradient is 0, with another such loss it is not a number.
             cause = ", as no target of the batch counts" if metrics.get("grad_norm") == 0 else ""
             return f"{name} is {metrics[name]}{cause}"
     if not metrics.get("is_skipped", False):

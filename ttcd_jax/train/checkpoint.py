@@ -38,7 +38,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.type_handlers import NumpyHandler, create_type_handler_registry
 
 from ttcd_jax import units
-from ttcd_jax.errors import CheckpointError, ResourceError, UserError, listed
+from ttcd_jax.errors import CheckpointError, DataError, ResourceError, UserError, listed
 from ttcd_jax.files import full_disk
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.train import digest
@@ -56,15 +56,15 @@ _READ_ERRORS = (*_WRITE_ERRORS, KeyError, TypeError, AttributeError, RuntimeErro
 
 
 def _is_not_orbax(record: LogRecord) -> bool:
-    if record.name == "asyncio":  # a place in Orbax, or the file of a step that it writes
+    if record.name == "asyncio":  # a line of Orbax, or a file that it writes
         return "orbax" not in record.getMessage()
     return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
 @functools.cache
 def _silence_orbax() -> None:
-    """Keeps Orbax's log off the terminal: its progress, and the failures that it also raises, each
-    repeated by the event loop that it closes over the other reads and writes."""
+    """Keeps Orbax's log off the terminal: its progress, and the failures that it also raises. The
+    event loop, closed over the other reads and writes, repeats each."""
     for name in ("absl", "asyncio"):
         getLogger(name).addFilter(_is_not_orbax)
     report = sys.unraisablehook
@@ -99,9 +99,9 @@ def _reason(error: BaseException) -> str:
     return lines[0] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[0][:400]}"
 
 
-def check_place(directory: Path) -> None:
+def check_directory(directory: Path) -> None:
     """Raises `UserError` for a folder that Orbax writes to and cannot read back: it takes the path
-    for a pattern when it merges what the processes have written."""
+    for a pattern when it merges the files of the processes."""
     for name in directory.absolute().parts:
         if not fnmatch.fnmatchcase(name, name):
             raise UserError(
@@ -118,7 +118,7 @@ def complete_steps(directory: Path) -> list[int]:
 
 class Kept(NamedTuple):
     """Orbax' policy that keeps the `newest` steps, those that `every` divides, and the `best` by
-    their `scores`, which may be added after a step was saved."""
+    their `scores`. Scores may be added after a step was saved."""
 
     newest: int = 3
     every: int | None = None
@@ -158,7 +158,7 @@ class Checkpoints:
         if is_read_only and not self._directory.is_dir():
             raise CheckpointError(f"there is no folder {self._directory} yet: train the run first")
         if not is_read_only:
-            check_place(self._directory)
+            check_directory(self._directory)
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -203,7 +203,7 @@ class Checkpoints:
         args = ocp.args.Composite(**{x: type(self).save_args(items[x]) for x in items})
         need = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         with self._reporting_write(step, need):
-            self._check_place(step, need)
+            self._check_directory(step, need)
             is_started = self._manager.save(step, args=args)
         assert is_started, f"Orbax left step {step} out"
         self._pending = step, need, self._sealer.submit(self._seal, step)
@@ -299,7 +299,7 @@ class Checkpoints:
             self._manager.item_metadata(step)  # opens every array
             digest.seal(self._step_dir(step))
 
-    def _check_place(self, step: int, need: int) -> None:
+    def _check_directory(self, step: int, need: int) -> None:
         where, steps = self._directory, self.steps()
         if self._is_read_only:
             raise CheckpointError(f"{where} was opened read-only")
@@ -331,6 +331,8 @@ class Checkpoints:
         """Turns a failed write of about `need` bytes into a `UserError` with the last good step."""
         try:
             yield
+        except DataError:  # of the file of a `StreamedLeaf`
+            raise
         except _WRITE_ERRORS as error:
             # Orbax has already removed from its list the steps that this one was to replace.
             self._manager.reload()
@@ -350,8 +352,8 @@ class Checkpoints:
             ) from error
 
     def _chosen(self, step: int | None) -> tuple[int, list[int]]:
-        """`_judged` of the first process, which alone reads the disk, so that all agree even while
-        a job writes; the refused steps on that process only."""
+        """`_judged` of the first process. It alone reads the disk, so that all agree even while a
+        job writes; the refused steps on that process only."""
         chosen, refused = self._judged(step) if jax.process_index() == 0 else (0, [])
         return int(multihost_utils.broadcast_one_to_all(np.array(chosen))), refused
 
@@ -398,8 +400,8 @@ class Checkpoints:
         return chosen, list(refused)
 
     def _set_aside(self, refused: list[int]) -> None:
-        """Renames `refused` so that Orbax ignores them, once every process has restored, and
-        deletes those of earlier times, so that they do not fill the disk."""
+        """Renames `refused`, once every process has restored, so that Orbax ignores them. Deletes
+        earlier ones, which would fill the disk."""
         multihost_utils.sync_global_devices("checkpoints: refused")
         for aside in self._directory.glob("*.refused") if refused else ():
             shutil.rmtree(aside, ignore_errors=True)

@@ -7,12 +7,12 @@ Training counts three times the forward pass: recomputation is not counted.
 from ttcd_jax.models.config import TransformerConfig, block_configs
 
 
-def forward_flops(config: TransformerConfig, length: int) -> float:
+def forward_flops(config: TransformerConfig, length: int) -> int | float:
     """FLOPs of one forward pass over a row of `length` tokens, head included."""
     blocks = sum(block.flops(length) for block in block_configs(config))
     return blocks + 2 * length * config.dim * config.vocab_size
 
 
-def training_flops_per_token(config: TransformerConfig, length: int) -> float:
+def training_flops_per_token(config: TransformerConfig, length: int) -> int | float:
     """FLOPs of the forward and the backward pass per token, for rows of `length` tokens."""
     return 3 * forward_flops(config, length) / length

@@ -1,22 +1,23 @@
-"""Parameters that a run treats apart, by their names on disk: learning rates of their own, frozen
-parameters, and those that scale what a memory writes."""
+"""Parameters that a run treats apart, by their names on disk: separate learning rates, frozen
+parameters, and parameters that scale a memory's writes."""
 
 import fnmatch
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.train.layers_on_disk import by_layers, per_parameter, stored_params
 from ttcd_jax.train.optimizer import Rates
+from ttcd_jax.train.state import Params
 from ttcd_jax.train.step import Prepare
 
 
-def rate_factors(config: TransformerConfig, rates: Rates) -> Any | None:
-    """What multiplies the learning rate of every parameter, in a tree of their structure (see
+def rate_factors(config: TransformerConfig, rates: Rates) -> Params | None:
+    """The factor of every parameter's learning rate, in a tree of their structure (see
     `per_parameter`); None if all are 1. Raises `UserError` for a pattern that names nothing, and if
     nothing is left to train."""
     if not rates:
@@ -39,10 +40,10 @@ def rate_factors(config: TransformerConfig, rates: Rates) -> Any | None:
 
 def preparation(config: TransformerConfig, rates: Rates, memory_warmup: int = 0) -> Prepare:
     """The parameters that the loss of step s is computed with: frozen ones, whose factor of `rates`
-    is 0, are constants. With `memory_warmup` n every memory writes min(1, s / n) of what it would:
-    the parameter P in which its writes are linear is multiplied by that share, and so is P's
-    gradient. The result is that of the rate eta times this share, and eta stays a constant. Raises
-    `UserError` as `rate_factors`, and for a model whose memories have no such parameter."""
+    is 0, are constants. With `memory_warmup` n every memory writes the share min(1, s / n): the
+    parameter P in which its writes are linear is multiplied by it, and so is P's gradient. The
+    result is that of the rate eta times this share, and eta stays a constant. Raises `UserError` as
+    `rate_factors`, and for a model whose memories have no such parameter."""
     factors = rate_factors(config, rates)
     scaled = _write_params(config) if memory_warmup else set()
     if memory_warmup and not scaled:
@@ -52,7 +53,7 @@ def preparation(config: TransformerConfig, rates: Rates, memory_warmup: int = 0)
         )
     is_scaled = per_parameter(config, lambda name: float(name in scaled))
 
-    def prepare(params: Any, step: jax.Array) -> Any:
+    def prepare(params: Params, step: Int[Array, ""]) -> Params:
         if factors is not None:
             params = jax.tree.map(_hold, params, factors)
         if memory_warmup:
@@ -65,7 +66,7 @@ def preparation(config: TransformerConfig, rates: Rates, memory_warmup: int = 0)
     return prepare
 
 
-def _hold(leaf: jax.Array, factor: Any) -> jax.Array:
+def _hold(leaf: jax.Array, factor: float | np.ndarray) -> jax.Array:
     if np.all(factor):
         return leaf
     still = jax.lax.stop_gradient(leaf)

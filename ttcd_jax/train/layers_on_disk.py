@@ -68,8 +68,9 @@ def unstacked(config: TransformerConfig, leaves: Leaves) -> Leaves:
 
 
 def stacked(config: TransformerConfig, rows: Leaves, like: Leaves) -> Leaves:
-    """The inverse of `unstacked`: arrays sharded as the `jax.ShapeDtypeStruct`s `like`. `rows` is
-    emptied, so that no more than one stacked leaf exists twice."""
+    """The inverse of `unstacked`: arrays sharded as the `jax.ShapeDtypeStruct`s `like`, those of
+    numpy where these have none. `rows` is emptied, so that no more than one stacked leaf exists
+    twice."""
     layers, leaves = _layers(config), {}
     for name, leaf in like.items():
         names = _names_of_rows(layers, name)
@@ -144,5 +145,5 @@ def _split(where: Sharding) -> Callable[[jax.Array], list[jax.Array]]:
 
 
 @functools.cache
-def _stack(where: Sharding | None) -> Callable[[list[jax.Array]], jax.Array]:
-    return jax.jit(lambda rows: jnp.stack(rows), out_shardings=where)
+def _stack(where: Sharding | None) -> Callable[[list[Any]], Any]:
+    return np.stack if where is None else jax.jit(lambda rows: jnp.stack(rows), out_shardings=where)

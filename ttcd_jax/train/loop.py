@@ -6,14 +6,15 @@ from typing import NamedTuple, NoReturn
 
 import jax
 import numpy as np
+from jaxtyping import Shaped
 
-from ttcd_jax.data.pipeline import StepBatches
+from ttcd_jax.data.pipeline import Fields, StepBatches
 from ttcd_jax.errors import NonFiniteError
 from ttcd_jax.train.bad_steps import fault
 from ttcd_jax.train.state import TrainState
 from ttcd_jax.train.step import Batch, Metrics, TrainStep
 
-HostMetrics = dict[str, np.ndarray]
+HostMetrics = dict[str, Shaped[np.ndarray, "..."]]
 
 
 class MetricCallback(NamedTuple):
@@ -48,7 +49,7 @@ def train(
     *,
     start: int,
     steps: int,
-    placement: Callable[[dict[str, np.ndarray]], Batch] = jax.device_put,
+    placement: Callable[[Fields], Batch] = jax.device_put,
     on_metrics: Sequence[MetricCallback] = (),
     on_state: Sequence[StateCallback] = (),
     is_stopping: Callable[[int], bool] = lambda step: False,

@@ -1,8 +1,8 @@
 """The metrics of a run besides its loss: functions, by the names in `RunConfig.metrics`.
 
-One that is measured in the step reads what the step's forward pass makes. Any other is a program of
-its own, run for logged steps alone, so that the program of a step, and with it every loss, is the
-same to the last bit whether it is measured or not.
+A metric of the step reads the results of its forward pass. Any other is a separate program, run for
+logged steps alone. The program of a step, and with it every loss, is then the same to the last bit
+whether the metric is measured or not.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from ttcd_jax.memory.distillation import Distillation, summary
 from ttcd_jax.models.config import TransformerConfig, layers_with_teacher
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.registry import Registry
-from ttcd_jax.train.state import TrainState, with_params
+from ttcd_jax.train.state import Params, TrainState, with_params
 from ttcd_jax.train.step import Batch, Forward, Metrics, TrainStep, in_parts
 
-Measure = Callable[[Any, Batch], Metrics]  # of parameters and batch
+Measure = Callable[[Params, Batch], Metrics]
 
-# What a step and the reports say themselves.
+# Names of the step's and the reports' own numbers.
 RESERVED = (
     *("step", "loss", "grad_norm", "learning_rate", "skipped_steps", "grad_norm_average"),
     *("is_skipped", "data_seconds", "data_wait", "tokens_per_second", "mfu", "skipped", "rows"),
@@ -67,10 +67,10 @@ def in_step(names: Sequence[str]) -> Callable[[Forward], Metrics]:
 
 
 def programs(names: Sequence[str], model: TransformerConfig, num_parts: int) -> list[Measure]:
-    """Those of the metrics that are programs of their own."""
+    """Those of the metrics that are separate programs."""
 
     def program(metric: Metric) -> Measure:
-        def measure(params: Any, batch: Batch) -> Metrics:
+        def measure(params: Params, batch: Batch) -> Metrics:
             return _named(metric, metric.measure(with_params(model, params), batch, num_parts))
 
         return measure

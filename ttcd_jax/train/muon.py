@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 from ttcd_jax.memory.newton_schulz import newton_schulz
 
 Axes = tuple[str, ...]
+AxesTree = Any  # nested as the parameters are, with `Axes` for each
 Group = Literal["muon", "adamw"]
 
 
@@ -35,18 +36,15 @@ def group_of(axes: Axes) -> Group:
     return "muon" if len(names) >= 2 and "vocab" not in names else "adamw"
 
 
-def parameter_groups(axes: Any) -> Any:
-    """`group_of` for a tree whose leaves are tuples of axis names."""
+def parameter_groups(axes: AxesTree) -> Any:
+    """`group_of` every parameter."""
     return jax.tree.map(group_of, axes, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def scale_by_muon(
-    axes: Any, *, momentum: float, is_nesterov: bool, dtype: DTypeLike
+    axes: AxesTree, *, momentum: float, is_nesterov: bool, dtype: DTypeLike
 ) -> optax.GradientTransformation:
-    """g -> 0.2 sqrt(max(A, B)) NS(u), Newton-Schulz in `dtype`; the momentum has the parameter's.
-
-    `axes` is a tree of the parameters' structure, with a tuple of axis names for each.
-    """
+    """g -> 0.2 sqrt(max(A, B)) NS(u), Newton-Schulz in `dtype`, the momentum in that of p."""
 
     def is_masked(node: Any) -> bool:  # a parameter of the other group
         return isinstance(node, optax.MaskedNode)
@@ -60,7 +58,7 @@ def scale_by_muon(
     return optax.chain(optax.trace(momentum, nesterov=is_nesterov), optax.stateless(update))
 
 
-def orthogonalized(u: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
+def orthogonalized(u: Float[Array, "..."], axes: Axes, dtype: DTypeLike) -> Float[Array, "..."]:
     """0.2 sqrt(max(A, B)) NS(u) of every matrix [A, B] of a tensor, in u's dtype.
 
     The matrices are the last two dimensions; taps [R, F] of a depthwise convolution are F matrices

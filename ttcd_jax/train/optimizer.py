@@ -1,5 +1,5 @@
-"""The optimizer: one global gradient clip, the direction of AdamW, Muon or one of your own, weight
-decay on every tensor; and its learning rate: linear warm-up, a plateau, then a decay to a floor."""
+"""The optimizer: one global gradient clip, the direction of AdamW, Muon or your own, weight decay
+on every tensor; and its learning rate: linear warm-up, a plateau, then a decay to a floor."""
 
 import dataclasses
 import functools
@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, PyTree
 
 from ttcd_jax.config import (
     Config,
@@ -22,7 +24,8 @@ from ttcd_jax.config import (
 )
 from ttcd_jax.errors import UserError
 from ttcd_jax.registry import Registry
-from ttcd_jax.train.muon import parameter_groups, scale_by_muon
+from ttcd_jax.train.muon import AxesTree, parameter_groups, scale_by_muon
+from ttcd_jax.train.state import Params
 
 _DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "linear": lambda progress: 1 - progress,
@@ -45,7 +48,7 @@ class ScheduleConfig(Config):
     floor_ratio: Fraction = 0.1
 
 
-def learning_rate(config: ScheduleConfig) -> Callable[[jax.typing.ArrayLike], jax.Array]:
+def learning_rate(config: ScheduleConfig) -> Callable[[ArrayLike], Float[Array, ""]]:
     """The rate of step s = 0, 1, ... as a traceable function of s.
 
     With `warmup` clipped to `steps` and `p = (s + 1 - warmup - stable) / decay`, the factor of
@@ -61,7 +64,7 @@ def learning_rate(config: ScheduleConfig) -> Callable[[jax.typing.ArrayLike], ja
     stable = config.steps + 1 - warmup - decay
     fall = _DECAYS[config.decay]
 
-    def rate(step: jax.typing.ArrayLike) -> jax.Array:
+    def rate(step: ArrayLike) -> Float[Array, ""]:
         position = jnp.asarray(step, dtype=float) + 1
         progress = jnp.clip((position - warmup - stable) / max(decay, 1), 0, 1)
         decayed = config.floor_ratio + (1 - config.floor_ratio) * fall(progress)
@@ -135,8 +138,8 @@ class Optimizer:
     """
 
     name: str
-    directions: Callable[[OptimizerConfig, Any, Any], dict[str, optax.GradientTransformation]]
-    groups: Callable[[Any], Any] | None = None
+    directions: Callable[[OptimizerConfig, Any, AxesTree], dict[str, optax.GradientTransformation]]
+    groups: Callable[[AxesTree], Any] | None = None
     settings: type[OptimizerSettings] | None = None
 
 
@@ -144,7 +147,7 @@ OPTIMIZERS = Registry[Optimizer]("optimizer", lambda optimizer: optimizer.settin
 register = OPTIMIZERS.add
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: PyTree[Float[Array, "..."]]) -> Float[Array, ""]:
     """The Euclidean norm of all leaves together; squares are summed in float32 or wider."""
     squares = [
         jnp.sum(jnp.square(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))))
@@ -171,19 +174,18 @@ def _scaled(factors: Any, updates: Any, _: Any) -> Any:
 def build_optimizer(
     config: OptimizerConfig,
     schedule: optax.Schedule,
-    axes: Any,
-    weight_decay: jax.Array | float | None = None,
-    factors: Any | None = None,
+    axes: AxesTree,
+    weight_decay: Float[Array, ""] | float | None = None,
+    factors: Params | None = None,
 ) -> optax.GradientTransformation:
-    """The optimizer of `config` with the rate `schedule(step)`, the first step being 0. The rate
-    and `weight_decay`, which replaces that of `config`, may be traced.
+    """The optimizer of `config` with the rate `schedule(step)`, the first step being 0.
+    `weight_decay` replaces that of `config`; both may be traced.
 
     `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`, then
     `p <- p (1 - rate * weight_decay) - rate * mhat / (sqrt(vhat) + eps)`;
     with Muon a matrix has another direction (`train.muon`) and the same rate and decay.
-    `axes`: a tree of the parameters' structure, with a tuple of axis names for each, as
-    `train.state.logical_axes` makes it. `factors`: what multiplies the rate of each, as
-    `train.groups.rate_factors` makes them of `config.rates`; frozen ones have no moments.
+    `axes`: `train.state.logical_axes` of the model. `factors` of the rate of every parameter:
+    `train.groups.rate_factors` of `config.rates`; frozen ones have no moments.
     """
     kind = OPTIMIZERS.named(config.kind)
     settings = config.settings or (kind.settings and kind.settings())
@@ -217,7 +219,7 @@ def _adam(config: OptimizerConfig, *_: Any) -> dict[str, optax.GradientTransform
 
 
 def _muon(
-    config: OptimizerConfig, settings: MuonSettings, axes: Any
+    config: OptimizerConfig, settings: MuonSettings, axes: AxesTree
 ) -> dict[str, optax.GradientTransformation]:
     constants = {"momentum": settings.momentum, "is_nesterov": settings.is_nesterov}
     dtype = jnp.dtype(settings.orthogonalization)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Array, Int
 
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
@@ -16,14 +17,17 @@ from ttcd_jax.sharding.batch import replicated
 from ttcd_jax.sharding.rules import shardings
 from ttcd_jax.train.bad_steps import Skips
 
+# One value for every parameter, in dicts nested as the modules are.
+Params = dict[str, Any]
+
 
 class TrainState(TypedDict):
-    """`params` as a nested dict of arrays, the optimizer's state, how many steps were taken, and
+    """The parameters, arrays; the optimizer's state, how many steps were taken, and
     the counts of bad steps in a run that skips them."""
 
-    params: dict[str, Any]
+    params: Params
     opt_state: optax.OptState
-    step: jax.Array
+    step: Int[Array, ""]
     skips: NotRequired[Skips]
 
 
@@ -41,8 +45,8 @@ def _split(config: TransformerConfig, is_x64: bool) -> tuple[Any, Any]:
     return graph, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
 
 
-def abstract_params(config: TransformerConfig) -> dict[str, Any]:
-    """The parameters of `abstract_model`, as a nested dict."""
+def abstract_params(config: TransformerConfig) -> Params:
+    """The parameters of `abstract_model`."""
     return nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
 
 
@@ -50,13 +54,13 @@ def num_params(config: TransformerConfig) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config)))
 
 
-def logical_axes(config: TransformerConfig) -> dict[str, Any]:
-    """The axis names of every parameter (`ttcd_jax.axes`), in a dict nested like `params`."""
+def logical_axes(config: TransformerConfig) -> Params:
+    """The axis names of every parameter (`ttcd_jax.axes`)."""
     params = nnx.state(abstract_model(config), nnx.Param)
     return nnx.to_pure_dict(nnx.map_state(lambda _, x: x.get_metadata("axes"), params))
 
 
-def params_shardings(config: TransformerConfig, mesh: Mesh) -> dict[str, Any]:
+def params_shardings(config: TransformerConfig, mesh: Mesh) -> Params:
     """The sharding of every parameter on `mesh`. Raises `UserError` for a dimension that does not
     divide among its devices."""
     return shardings(mesh, logical_axes(config), abstract_params(config))
@@ -64,7 +68,7 @@ def params_shardings(config: TransformerConfig, mesh: Mesh) -> dict[str, Any]:
 
 def state_shardings(
     config: TransformerConfig, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> dict[str, Any]:
+) -> Params:
     """The shardings of the training state, in its structure: an optimizer's array of a parameter is
     sharded like that parameter, all else is replicated."""
     params = params_shardings(config, mesh)
@@ -87,19 +91,19 @@ def placed_as(arrays: Any, shardings: Any) -> Any:
     )
 
 
-def with_params(config: TransformerConfig, params: dict[str, Any]) -> Transformer:
+def with_params(config: TransformerConfig, params: Params) -> Transformer:
     """The model holding `params` (arrays or tracers)."""
     graph, state = nnx.split(abstract_model(config))
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)
 
 
-def init_params(config: TransformerConfig, seed: int) -> dict[str, Any]:
+def init_params(config: TransformerConfig, seed: int) -> Params:
     """Fresh parameters; call it under `jax.jit` or `jax.eval_shape`."""
     return nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(seed)), nnx.Param))
 
 
-def state_of(optimizer: optax.GradientTransformation, params: dict[str, Any]) -> TrainState:
+def state_of(optimizer: optax.GradientTransformation, params: Params) -> TrainState:
     """The state before the first step, with `params`."""
     return TrainState(
         params=params, opt_state=optimizer.init(params), step=jnp.zeros((), jnp.int32)

@@ -1,12 +1,12 @@
 """One optimizer step as a pure function: (state, batch) -> (state, metrics)."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.nn.block import MemoryStats
@@ -14,19 +14,21 @@ from ttcd_jax.sharding.rules import constrain
 from ttcd_jax.train.bad_steps import judged
 from ttcd_jax.train.loss import summed_loss
 from ttcd_jax.train.optimizer import global_norm
-from ttcd_jax.train.state import TrainState, logical_axes, with_params
+from ttcd_jax.train.state import Params, TrainState, logical_axes, with_params
 
-Batch = dict[str, jax.Array]
-Metrics = dict[str, jax.Array]
+Batch = dict[str, Shaped[Array, "..."]]
+Metrics = dict[str, Shaped[Array, "..."]]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-# (parameters, step) -> those that the loss of the step is computed with
-Prepare = Callable[[Any, jax.Array], Any]
+# (parameters, step) -> the parameters of the step's loss
+Prepare = Callable[[Params, Int[Array, ""]], Params]
 # (parameters, batch, step) -> ((loss summed over the marked targets, other metrics), gradients)
-Gradients = Callable[[Any, Batch, jax.Array], tuple[tuple[jax.Array, Metrics], Any]]
+Gradients = Callable[
+    [Params, Batch, Int[Array, ""]], tuple[tuple[Float[Array, ""], Metrics], Params]
+]
 
 
 class Forward(NamedTuple):
-    """What the forward pass makes of the rows that a step computes at once, without gradient."""
+    """The results of the forward pass over the rows computed at once, without gradient."""
 
     hidden: Float[Array, "B T D"]  # final normed hidden states
     stats: MemoryStats | None  # arrays [fast layers]; None without such layers
@@ -46,10 +48,10 @@ def make_train_step(
 ) -> TrainStep:
     """The step of a language model on batches of tokens, positions, targets, loss_mask and, unless
     every row is one document, segment_ids; computed in `accumulation_steps` parts, which do not
-    change the loss. The loss is that of the parameters which `prepare` makes. The metrics have
-    those that `measure` finds in the forward pass, the mean of the parts."""
+    change the loss. `prepare` makes the parameters of the loss. The metrics have those that
+    `measure` finds in the forward pass, the mean of the parts."""
 
-    def loss_sum(params: Any, batch: Batch, step: jax.Array) -> tuple[jax.Array, Metrics]:
+    def loss_sum(params: Params, batch: Batch, step: jax.Array) -> tuple[jax.Array, Metrics]:
         model = with_params(config, prepare(params, step))
         segment_ids = batch.get("segment_ids")
         hidden, stats = model.forward(batch["tokens"], segment_ids, batch["positions"])
@@ -106,7 +108,7 @@ def step_with(
     return train_step
 
 
-def is_finite(metrics: Metrics) -> jax.Array:
+def is_finite(metrics: Metrics) -> Bool[Array, ""]:
     """Whether loss and gradient of a step are finite, so that it changed the parameters."""
     return jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
 
@@ -122,13 +124,13 @@ def in_parts(batch: Batch, count: int) -> Batch:
     return jax.tree.map(split, batch)
 
 
-def _accumulated(loss_sum: Callable[..., Any], axes: Any, count: int) -> Gradients:
+def _accumulated(loss_sum: Callable, axes: Params, count: int) -> Gradients:
     """Gradients of a batch in `count` parts, and their mean metrics. The backward of every part
     adds to one copy of the gradients, layer by layer, sharded by the parameters' `axes`."""
 
     def gradients(
-        params: Any, batch: Batch, step: jax.Array
-    ) -> tuple[tuple[jax.Array, Metrics], Any]:
+        params: Params, batch: Batch, step: jax.Array
+    ) -> tuple[tuple[jax.Array, Metrics], Params]:
         total = jax.tree.map(
             lambda x, names: jax.new_ref(constrain(jnp.zeros_like(x), *names)), params, axes
         )

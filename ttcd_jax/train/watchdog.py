@@ -1,14 +1,13 @@
 """A watchdog, which ends a process soon after a peer is lost, with its own exit status.
 
 A collective waits for a lost process forever, and so do JAX's exit handlers. A thread of JAX aborts
-the process (SIGABRT) when process 0 is lost, and when any one has not been heard of for some time.
+the process (SIGABRT) when any other one has not been heard of for some time.
 """
 
 import collections
 import contextlib
 import ctypes
 import faulthandler
-import math
 import os
 import re
 import signal
@@ -17,13 +16,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from math import inf
 from typing import NoReturn, Self
 
 from ttcd_jax.errors import UserError
 
 PEER_LOST = 7
 
-_MEDIAN_OF = 32  # steps
+_MEDIAN_OF, _FACTOR = 32, 20.0  # steps; the limit of one in median steps
+_EXIT_SECONDS = 10.0
 # Messages of gloo, the coordination service and NCCL. A system error while NCCL connects is due to
 # the machine's settings instead.
 _LOST = re.compile(
@@ -35,30 +36,23 @@ _LOST = re.compile(
 
 class Watchdog:
     """Ends this process with `PEER_LOST`, without exit handlers, when an exception of a collective
-    leaves the block, when JAX aborts it, or when no step has ended for `factor` median steps and at
-    least `minimum_seconds`, 10 times these in a save; then it prints the stacks of all threads.
+    leaves the block, when JAX aborts it, or when no step has ended for 20 median steps and at least
+    `minimum_seconds`, 10 times these in a save; then it prints the stacks of all threads.
 
         with Watchdog(jax.process_count()) as watchdog:
             ...
             watchdog.beat(step)
 
     The second beat arms it, since the first step compiles. Any other exception propagates: peers
-    may have raised it too, and the exit handlers have `exit_seconds` to synchronise with them. In
-    a process without peers it does nothing.
+    may have raised it too, and the exit handlers have up to 10 s to synchronise with them. In a
+    process without peers it does nothing.
     """
 
-    def __init__(
-        self,
-        num_processes: int,
-        *,
-        minimum_seconds: float = 60.0,
-        factor: float = 20.0,
-        exit_seconds: float = 10.0,
-    ) -> None:
+    def __init__(self, num_processes: int, *, minimum_seconds: float = 60.0) -> None:
         self._has_peers, self.save_seconds = num_processes > 1, 10 * minimum_seconds
-        self._minimum, self._factor, self._exit = minimum_seconds, factor, exit_seconds
+        self._minimum, self._limit = minimum_seconds, inf
         self._durations = collections.deque[float](maxlen=_MEDIAN_OF)
-        self._step, self._last, self._deadline = 0, math.nan, math.inf
+        self._step, self._begun, self._deadline = None, inf, inf
         self._is_over = threading.Event()
 
     def __enter__(self) -> Self:
@@ -69,13 +63,14 @@ class Watchdog:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._is_over.set()
-        if not self._has_peers or not isinstance(error, Exception):
-            return
-        self.leave_if_lost(error)
-        status = error.exit_code if isinstance(error, UserError) else 1
-        exit_timer = threading.Timer(self._exit, os._exit, [status])
-        exit_timer.daemon = True
-        exit_timer.start()
+        if self._has_peers and isinstance(error, Exception):
+            self.leave_if_lost(error)
+            status = error.exit_code if isinstance(error, UserError) else 1
+            # Before the others end as well, since then JAX would abort this one.
+            seconds = min(_EXIT_SECONDS, self._minimum / 2)
+            exit_timer = threading.Timer(seconds, os._exit, [status])
+            exit_timer.daemon = True
+            exit_timer.start()
 
     def leave_if_lost(self, error: Exception) -> None:
         """Ends the process if `error` is due to a lost peer."""
@@ -84,41 +79,37 @@ class Watchdog:
 
     def beat(self, step: int) -> None:
         """Resets the time limit; to be called after every step."""
-        now = time.monotonic()
-        if not math.isnan(self._last):
-            self._durations.append(now - self._last)
+        if self._step is not None:
+            self._durations.append(time.monotonic() - self._begun)
+            self._limit = max(self._minimum, _FACTOR * statistics.median(self._durations))
         self._step = step
-        self._await_beat(now)
+        self._begin(self._limit)
 
     @contextlib.contextmanager
-    def paused(self, seconds: float = math.inf) -> Iterator[None]:
+    def paused(self, seconds: float = inf) -> Iterator[None]:
         """A context with its own limit after the first step, without one for an evaluation."""
-        self._deadline = math.inf if math.isnan(self._last) else time.monotonic() + seconds
+        self._begin(inf if self._step is None else seconds)
         yield
-        if not math.isnan(self._last):
-            self._await_beat(time.monotonic())
+        self._begin(self._limit)
 
-    def _await_beat(self, now: float) -> None:
-        self._last = now
-        if self._durations:
-            median = statistics.median(self._durations)
-            self._deadline = now + max(self._minimum, self._factor * median)
+    def _begin(self, seconds: float) -> None:
+        self._begun = time.monotonic()
+        self._deadline = self._begun + seconds
 
     def _watch(self) -> None:
         while not self._is_over.wait(min(1.0, self._minimum / 10)):
-            now = time.monotonic()
-            if now > self._deadline:
+            if (now := time.monotonic()) > self._deadline:
                 faulthandler.dump_traceback()
                 leave(
-                    f"no step for {now - self._last:.0f} s after step {self._step}: another "
+                    f"no step for {now - self._begun:.0f} s after step {self._step}: another "
                     "process is lost or hangs"
                 )
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _on_abort(number: int) -> None:
-    """Leaves if JAX aborts, in a thread of its own. Python's `signal` would wait for the main
-    thread, which may hang in a collective."""
+    """Leaves if JAX aborts, in a separate thread. Python's `signal` would wait for the main thread,
+    which may hang in a collective."""
     if threading.get_native_id() not in {thread.native_id for thread in threading.enumerate()}:
         leave("another process was lost, as the lines above say")
     faulthandler.dump_traceback()
@@ -136,7 +127,7 @@ def is_peer_lost(error: BaseException | None) -> bool:
 def leave(reason: str) -> NoReturn:
     """Ends the process with `PEER_LOST` and one line, without exit handlers."""
     line = " ".join(reason.split())
-    time.sleep(0.5)  # what JAX's threads say of it comes first
+    time.sleep(0.5)  # the lines of JAX's threads about it come first
     print(f"error: {line}; restart the job, it goes on from its last checkpoint", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

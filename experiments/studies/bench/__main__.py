@@ -32,17 +32,16 @@ from ttcd_jax.files import write_json
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("quick", False, "Tiny sizes where no option gives one.")
 flags.DEFINE_string("json", None, "File for the report, rewritten after every table.")
-CASES = {"step": "step", "data": "step", "layer": "layer", "mad": "mad"}
-CASES |= {"prefill": "prefill", "decode": "prefill"}
+CASES = {"step": "step.Step", "data": "step.Data", "layer": "layer.Layer", "mad": "mad.Sweep"}
+CASES |= {"prefill": "prefill.Prefill", "decode": "prefill.Decode"}
 
 
 def main(argv: list[str]) -> None:
     name, *arguments = argv[1:] or [""]
     if name not in CASES:
         raise UserError(f"case {name!r} is not one of {', '.join(CASES)}")
-    case = _case(name)
-    quick = case.quick if FLAGS.quick else {}
-    options = cli.parse_options(case.options, f"case {name}", arguments, quick)
+    kind = _case(name)
+    case = cli.parse_options(kind, f"case {name}", arguments, kind.quick if FLAGS.quick else {})
     import jax
     from ttcd_kernels import measure
     from ttcd_kernels.measure import MIB, over
@@ -52,10 +51,10 @@ def main(argv: list[str]) -> None:
         cli.use_every_core()
     report: dict[str, Any] = {"case": name, "environment": measure.environment()}
     print(" ".join(f"{key}={value}" for key, value in report["environment"].items()), flush=True)
-    report |= {"options": options.to_dict(), "rows": []}
+    report |= {"options": case.to_dict(), "rows": []}
     if FLAGS.json:  # a file that cannot be written is reported now
         write_json(Path(FLAGS.json), report)
-    for rows in case.measured(options):
+    for rows in case.tables():
         peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")  # a CPU has none
         rows = [row | {"device MiB": over(peak, MIB)} for row in rows]
         report["rows"] += rows
@@ -67,11 +66,12 @@ def main(argv: list[str]) -> None:
 
 
 def _case(name: str) -> Any:
-    return importlib.import_module(f"experiments.studies.bench.{CASES[name]}").CASES[name]
+    module, _, kind = CASES[name].partition(".")
+    return getattr(importlib.import_module(f"experiments.studies.bench.{module}"), kind)
 
 
 def _options(arguments: list[str]) -> type[Config] | None:
-    return _case(arguments[1]).options if CASES.keys() & {*arguments[1:2]} else None
+    return _case(arguments[1]) if CASES.keys() & {*arguments[1:2]} else None
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,24 @@ import numpy as np
 from ttcd_kernels import measure
 from ttcd_kernels.measure import MIB, MILLISECOND, TERA, Row, over
 
-from experiments import cli
-from experiments.studies.bench.frame import Case, why_not_run
-from ttcd_jax.config import Config, NonNegativeFloat, Positive
+from experiments.studies.bench.case import Case, loaded, why_not_run
+from ttcd_jax.config import NonNegativeFloat, Positive
 from ttcd_jax.memory.prefix import Form
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import Remat, TransformerConfig
-from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.loss import summed_loss
 from ttcd_jax.train.state import abstract_params, init_params, with_params
 
+_SMALL = ("TransformerConfig.dim=16", "TransformerConfig.mlp_dim=32")
+_SMALL += ("MemoryConfig.corrects_errors=False",)  # which has no forms
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layer(Config):
-    """Options of the case; sizes not among them are those of the file's model."""
+class Layer(Case):
+    """Sizes that are no option are those of the file's model. FLOPs are the method's, whatever the
+    form."""
 
     gin: str = "ipttcd_340m.gin"
     param: tuple[str, ...] = ()
@@ -39,35 +41,36 @@ class Layer(Config):
     rounds: Positive = 3
     max_seconds: NonNegativeFloat = 60
 
+    quick: ClassVar[Row] = {"gin": "recall.gin", "param": _SMALL, "lengths": (64,), "rounds": 1}
 
-def measured(options: Layer) -> Iterator[list[Row]]:
-    """A table per length. FLOPs are the method's, whatever the form."""
-    config = load_config(RunConfig, options.gin, options.param, config_dir=cli.CONFIG_DIR).model
-    fast: Any = {"num_layers": options.num_layers, "fast_layers": (*range(options.num_layers),)}
-    config = config.replace(vocab_size=256, **fast)
-    settings = config.settings
-    assert isinstance(settings, MemoryConfig)
-    for length in options.lengths:
-        calls, rows = {}, {}
-        shape = (1, length)
-        tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, shape, np.int32))
-        flops = length * training_flops_per_token(config, length)
-        for form, remat in itertools.product(options.forms, options.remat):
-            # The published initialisation leaves the memory's output zero, and zeros run faster.
-            memory = settings.replace(form=form, teacher_conv_init="identity")
-            model = config.replace(memory=memory, remat=remat)
-            compiled = _gradient(model, length)
-            note = why_not_run(measure.needed_bytes(compiled), flops, options.max_seconds)
-            if not note:
-                params = jax.jit(functools.partial(init_params, model, 0))()
-                calls[form, remat] = functools.partial(compiled, params, tokens)
-            size = measure.temp_bytes(compiled)
-            row: Row = {"tokens": length, "form": form, "remat": remat, "ms": None}
-            row |= {"temp MiB": size / MIB, "temp bytes/token": size / length}
-            rows[form, remat] = row | {"TFLOP": flops / TERA, "note": note}
-        for key, seconds in measure.median_seconds(calls, options.rounds).items():
-            rows[key]["ms"] = over(seconds, MILLISECOND)
-        yield list(rows.values())
+    def tables(self) -> Iterator[list[Row]]:
+        """One per length."""
+        config = loaded(RunConfig, self.gin, self.param).model
+        fast: Any = {"num_layers": self.num_layers, "fast_layers": (*range(self.num_layers),)}
+        config = config.replace(vocab_size=256, **fast)
+        settings = config.settings
+        assert isinstance(settings, MemoryConfig)
+        for length in self.lengths:
+            calls, rows = {}, {}
+            shape = (1, length)
+            tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, shape, np.int32))
+            flops = length * training_flops_per_token(config, length)
+            for form, remat in itertools.product(self.forms, self.remat):
+                # The published start leaves the memory's output zero, and zeros run faster.
+                memory = settings.replace(form=form, teacher_conv_init="identity")
+                model = config.replace(memory=memory, remat=remat)
+                compiled = _gradient(model, length)
+                note = why_not_run(measure.needed_bytes(compiled), flops, self.max_seconds)
+                if not note:
+                    params = jax.jit(functools.partial(init_params, model, 0))()
+                    calls[form, remat] = functools.partial(compiled, params, tokens)
+                size = measure.temp_bytes(compiled)
+                row: Row = {"tokens": length, "form": form, "remat": remat, "ms": None}
+                row |= {"temp MiB": size / MIB, "temp bytes/token": size / length}
+                rows[form, remat] = row | {"TFLOP": flops / TERA, "note": note}
+            for key, seconds in measure.median_seconds(calls, self.rounds).items():
+                rows[key]["ms"] = over(seconds, MILLISECOND)
+            yield list(rows.values())
 
 
 def _gradient(config: TransformerConfig, length: int) -> jax.stages.Compiled:
@@ -78,9 +81,3 @@ def _gradient(config: TransformerConfig, length: int) -> jax.stages.Compiled:
 
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
     return jax.jit(jax.value_and_grad(loss)).lower(abstract_params(config), tokens).compile()
-
-
-_SMALL = ("TransformerConfig.dim=16", "TransformerConfig.mlp_dim=32")
-_SMALL += ("MemoryConfig.corrects_errors=False",)  # which has no forms
-_QUICK: Row = {"gin": "recall.gin", "param": _SMALL, "lengths": (64,), "rounds": 1}
-CASES = {"layer": Case(Layer, _QUICK, measured)}

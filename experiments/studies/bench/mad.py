@@ -1,28 +1,30 @@
 """A sweep's runs trained as one program and one after another: the same steps."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from ttcd_kernels import measure
 from ttcd_kernels.measure import MILLISECOND, Row
 
-from experiments.studies.bench.frame import Case
+from experiments.studies.bench.case import Case
 from experiments.studies.mad.models import MADMethod, mad_config, mad_problem
 from experiments.studies.mad.sweep import Hyper, RecipeConfig, programs, sweep_mesh
-from experiments.studies.mad.tasks.instances import instances
-from experiments.studies.mad.tasks.settings import BASELINES, TaskName
-from ttcd_jax.config import Config, Positive
+from experiments.studies.mad.tasks import BASELINES, TaskName, instances
+from ttcd_jax.config import Positive
 from ttcd_jax.precision import FloatName, Precision
 from ttcd_jax.sharding.batch import replicated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sweep(Config):
-    """The published baseline sizes of `task`; the MLP is twice as wide as `dim`."""
+class Sweep(Case):
+    """The published baseline sizes of `task`; the MLP is twice as wide as `dim`. A row per program:
+    all runs at once, on as many devices as divide their number (a CPU's are its cores); one after
+    another, an epoch per call; the same, a step per call, as a training loop does it."""
 
     task: TaskName = "in-context-recall"
     method: MADMethod = "ipttcd"
@@ -33,50 +35,40 @@ class Sweep(Config):
     compute: FloatName = "float32"
     rounds: Positive = 3
 
+    quick: ClassVar[Row] = {"task": "compression", "method": "swa", "dim": 16, "rounds": 1}
+    quick |= {"runs": 2, "steps": 2, "batch_size": 4}
 
-def measured(options: Sweep) -> Iterator[list[Row]]:
-    """A row per program: all runs at once, on as many devices as divide their number (a CPU's are
-    its cores); one run after another, an epoch per call; the same, a step per call, as a training
-    loop does it."""
-    task, steps, batch = BASELINES[options.task], options.steps, options.batch_size
-    dims: dict[str, Any] = {"dim": options.dim, "mlp_dim": 2 * options.dim}
-    config = mad_config(options.method, task, precision=Precision(compute=options.compute), **dims)
-    recipe, problem = RecipeConfig(epochs=steps, batch_size=batch), mad_problem(task, config)
-    epoch = instances(task, seed=0, num_train=steps * batch, num_test=0).train
-    first = jax.tree.map(lambda x: x[:batch], epoch)
+    def tables(self) -> Iterator[list[Row]]:
+        calls: dict[str, Callable[[], Any]] = {"all runs at once": self._trainer(self.runs)[0]}
+        for unit, one in zip(("an epoch", "a step"), self._trainer(1), strict=True):
+            name = f"one after another, {unit} per call"
+            calls[name] = lambda one=one: [one() for _ in range(self.runs)]
+        seconds, work = measure.median_seconds(calls, self.rounds), self.runs * self.steps
+        first = seconds["all runs at once"]
+        yield [
+            {"program": name, "ms": x / MILLISECOND, "run-steps/s": work / x}
+            | {"times slower": x / first}
+            for name, x in seconds.items()
+        ]
 
-    def trainer(num_runs: int) -> Callable[..., jax.Array]:
-        """The function that trains `num_runs` runs."""
-        mesh = sweep_mesh(jax.devices()[: math.gcd(num_runs, jax.device_count())])
-        init, train, _ = programs(recipe, problem, mesh)
-        rates = np.full(num_runs, 1e-3, np.float32)
-        hyper = Hyper(rates, 0.1 * rates, np.arange(num_runs, dtype=np.uint32))
-        rows, rows_of_step = jax.device_put((epoch, first), replicated(mesh))
+    def _trainer(self, count: int) -> list[Callable[[], jax.Array]]:
+        """Train `count` runs, an epoch or a step per call."""
+        task, steps, size = BASELINES[self.task], self.steps, self.batch_size
+        sizes: Any = {"dim": self.dim, "mlp_dim": 2 * self.dim}
+        config = mad_config(self.method, task, precision=Precision(compute=self.compute), **sizes)
+        mesh = sweep_mesh(jax.devices()[: math.gcd(count, jax.device_count())])
+        recipe = RecipeConfig(epochs=steps, batch_size=size)
+        init, train, _ = programs(recipe, mad_problem(task, config), mesh)
+        rates = np.full(count, 1e-3, np.float32)
+        hyper = Hyper(rates, 0.1 * rates, np.arange(count, dtype=np.uint32))
+        epoch = instances(task, seed=0, num_train=steps * size, num_test=0).train
+        first = jax.tree.map(lambda x: x[:size], epoch)
 
-        def run(*, by_step: bool = False) -> jax.Array:
+        def run(rows: tuple, num_calls: int) -> jax.Array:
             state = init(hyper)
-            if not by_step:
-                return train(state, hyper, rows, 0, 1).loss
-            for step in range(steps):
-                state = train(state, hyper, rows_of_step, step, step + 1)
+            for i in range(num_calls):
+                state = train(state, hyper, rows, i, i + 1)
             return state.loss
 
-        return run
-
-    all_runs, one_run, each = trainer(options.runs), trainer(1), range(options.runs)
-    calls = {
-        "all runs at once": all_runs,
-        "one after another, an epoch per call": lambda: [one_run() for _ in each],
-        "one after another, a step per call": lambda: [one_run(by_step=True) for _ in each],
-    }
-    seconds = measure.median_seconds(calls, options.rounds)
-    together, work = seconds["all runs at once"], options.runs * steps
-    yield [
-        {"program": name, "ms": time / MILLISECOND, "run-steps/s": work / time}
-        | {"times slower": time / together}
-        for name, time in seconds.items()
-    ]
-
-
-_QUICK: Row = {"task": "compression", "method": "swa", "runs": 2, "steps": 2, "batch_size": 4}
-CASES = {"mad": Case(Sweep, _QUICK | {"dim": 16, "rounds": 1}, measured)}
+        pairs = zip(jax.device_put((epoch, first), replicated(mesh)), (1, steps), strict=True)
+        return [functools.partial(run, *pair) for pair in pairs]

@@ -25,19 +25,6 @@ Competitor = Literal["swa", "ipttt", "ipttcd_naive", "ipttcd"]
 _NAIVE = "_naive"
 
 
-def of_method(shape: TransformerConfig, name: str) -> TransformerConfig:
-    """The model of another method in the shape of an IP-TTCD model."""
-    if name == "swa":
-        return shape.replace(method=name, fast_layers=(), memory=None)
-    memory = shape.settings
-    if name == "ipttt" and isinstance(memory, InPlaceSettings):
-        # Causal and random, so that the memory can be read in pieces and its updates are not 0.
-        memory = TargetMemoryConfig(
-            chunk_size=memory.chunk_size, is_conv_causal=True, conv_init="normal"
-        )
-    return shape.replace(method=name, memory=memory)
-
-
 class Models:
     """Models of the shape of an IP-TTCD model. Parameters are drawn with seed 0, whatever the
     window."""
@@ -51,8 +38,16 @@ class Models:
 
     def config(self, name: str, window: int) -> TransformerConfig:
         """The configuration of a model under the teacher's window; the student's is half."""
-        windows = {"window": window, "student_window": max(window // 2, 1)}
-        return of_method(self._shape.replace(**windows), name.removesuffix(_NAIVE))
+        method = name.removesuffix(_NAIVE)
+        shape = self._shape.replace(window=window, student_window=max(window // 2, 1))
+        if method == "swa":
+            return shape.replace(method=method, fast_layers=(), memory=None)
+        memory = shape.settings
+        if method == "ipttt" and isinstance(memory, InPlaceSettings):
+            # Causal and random, so that the memory can be read in pieces and its updates are not 0.
+            options: Any = {"is_conv_causal": True, "conv_init": "normal"}
+            memory = TargetMemoryConfig(chunk_size=memory.chunk_size, **options)
+        return shape.replace(method=method, memory=memory)
 
     def build(self, name: str, window: int) -> InferenceModel:
         config = self.config(name, window)

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,14 @@ import numpy as np
 from ttcd_kernels import measure
 from ttcd_kernels.measure import MIB, MILLISECOND, Row, over
 
-from experiments import cli
-from experiments.studies.bench.frame import Case, why_not_run
+from experiments.studies.bench.case import Case, loaded, why_not_run
 from experiments.studies.bench.models import Competitor, Models
-from ttcd_jax.config import Config, NonNegativeFloat, Positive
+from ttcd_jax.config import NonNegativeFloat, Positive
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.prefill import MemoryMode, even_size, prefill, read_piece
 from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
-from ttcd_jax.run.bindings import load_config
 from ttcd_jax.train.flops import forward_flops
 
 BASELINES = ("swa", "ipttt")  # their times and FLOPs are divisors
@@ -32,10 +30,14 @@ BOUNDS = {
     "bfloat16": 5e-2,  # every layer rounds anew
 }
 
+_SMALL = ("vocab_size=64", "dim=16", "num_layers=1", "head_dim=8", "mlp_dim=32")
+_PARAM = (*(f"TransformerConfig.{binding}" for binding in _SMALL), "MemoryConfig.chunk_size=8")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prefill(Config):
-    """Rows of `lengths` tokens under the teacher's `windows`; the student's are half."""
+class Prefill(Case):
+    """Rows of `lengths` tokens under the teacher's `windows`; the student's are half. A table per
+    window, batch size and length."""
 
     gin: str = "prefill/default.gin"
     param: tuple[str, ...] = ()
@@ -47,18 +49,42 @@ class Prefill(Config):
     rounds: Positive = 5
     max_seconds: NonNegativeFloat = 120
 
+    quick: ClassVar[Row] = {"gin": "prefill/cpu.gin", "param": _PARAM, "lengths": (32, 64)}
+    quick |= {"batch_sizes": (2,), "windows": (8,), "piece_size": 16, "rounds": 1}
+
     def settings(self) -> Iterator[tuple[dict[str, InferenceModel], int, int]]:
-        shape = load_config(TransformerConfig, self.gin, self.param, config_dir=cli.CONFIG_DIR)
-        built = Models(shape)
+        built = Models(loaded(TransformerConfig, self.gin, self.param))
         for window in self.windows:
             models = {name: built.build(name, window) for name in self.models}
             for batch_size, length in itertools.product(self.batch_sizes, self.lengths):
                 yield models, batch_size, length
 
+    def tables(self) -> Iterator[list[Row]]:
+        for models, batch_size, length in self.settings():
+            make = functools.partial(_Reading, batch_size=batch_size, length=length, options=self)
+            reads = {name: make(model) for name, model in models.items()}
+            calls = {name: reading for name, reading in reads.items() if not reading.row["note"]}
+            logits = {name: reading.logits for name, reading in calls.items()}
+            seconds = measure.median_seconds(calls, self.rounds)
+            rows = []
+            for name, model in models.items():
+                time = seconds.get(name)
+                row = {"model": name} | reads[name].row | {"ms": over(time, MILLISECOND)}
+                row["tokens/s"] = over(batch_size * length, time)
+                for base in BASELINES:
+                    floor = over(reads[name].flops, reads[base].flops if base in reads else None)
+                    ratio = over(time, seconds.get(base))
+                    row |= {f"/ {base}": ratio, f"FLOPs / {base}": floor}
+                    row[f"beyond {base} %"] = 100 * (ratio / floor - 1) if ratio and floor else None
+                rows.append(row | checked(name, logits, model.config.precision.compute))
+            yield rows
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decode(Prefill):
-    """A timed round decodes `steps` tokens of every row after prompts of `lengths` tokens."""
+    """A timed round decodes `steps` tokens of every row after prompts of `lengths` tokens: a row
+    per model, and one for its memory off while decoding ("published"). Models run one after
+    another: two states may not fit at once."""
 
     models: tuple[Competitor, ...] = ("swa", "ipttt", "ipttcd")
     lengths: tuple[Positive, ...] = (8192,)
@@ -66,53 +92,37 @@ class Decode(Prefill):
     windows: tuple[Positive, ...] = (8192,)
     steps: Positive = 64
 
+    quick: ClassVar[Row] = Prefill.quick | {"lengths": (16,), "steps": 2}
 
-def modes(config: TransformerConfig) -> tuple[MemoryMode, ...]:
-    """The modes of decoding."""
-    return ("kept", "published") if has_in_place_memory(config) else ("kept",)
+    def tables(self) -> Iterator[list[Row]]:
+        for models, batch_size, length in self.settings():
+            rows: list[Row] = []
+            for name, model in models.items():
+                read = _Reading(model, batch_size, length, self)
+                modes = get_args(MemoryMode) if has_in_place_memory(model.config) else ("kept",)
+                for memory in modes:
+                    time = None if read.row["note"] else self._seconds_of_step(read, memory)
+                    row = {"model": name, "memory": memory} | read.row
+                    row["ms a step"] = over(time, MILLISECOND)
+                    rows.append(row | {"tokens/s": over(batch_size, time)})
+            base = next((row["ms a step"] for row in rows if row["model"] == "swa"), None)
+            yield [row | {"/ swa": over(row["ms a step"], base)} for row in rows]
+
+    def _seconds_of_step(self, read: "_Reading", memory: MemoryMode) -> float:
+        logits, state = read()
+
+        def decoded() -> jax.Array:
+            nonlocal logits, state
+            for _ in range(self.steps):
+                logits, state = decode(read.model, state, _greedy(logits), memory=memory)
+            return logits
+
+        return measure.median_seconds({"steps": decoded}, self.rounds)["steps"] / self.steps
 
 
 def prefill_flops(config: TransformerConfig, length: int) -> float:
     """FLOPs of reading a row, logits of its last token only."""
     return forward_flops(config, length) - 2 * (length - 1) * config.dim * config.vocab_size
-
-
-def measured_prefill(options: Prefill) -> Iterator[list[Row]]:
-    """A table per window, batch size and length."""
-    for models, batch_size, length in options.settings():
-        make = functools.partial(_Reading, batch_size=batch_size, length=length, options=options)
-        reads = {name: make(model) for name, model in models.items()}
-        calls = {name: reading for name, reading in reads.items() if not reading.row["note"]}
-        logits = {name: reading.logits for name, reading in calls.items()}
-        seconds = measure.median_seconds(calls, options.rounds)
-        rows = []
-        for name, model in models.items():
-            time = seconds.get(name)
-            row: Row = {"ms": over(time, MILLISECOND), "tokens/s": over(batch_size * length, time)}
-            for base in BASELINES:
-                floor = over(reads[name].flops, reads[base].flops if base in reads else None)
-                ratio = over(time, seconds.get(base))
-                row |= {f"/ {base}": ratio, f"FLOPs / {base}": floor}
-                row[f"beyond {base} %"] = 100 * (ratio / floor - 1) if ratio and floor else None
-            row = {"model": name} | reads[name].row | row
-            rows.append(row | checked(name, logits, model.config.precision.compute))
-        yield rows
-
-
-def measured_decode(options: Decode) -> Iterator[list[Row]]:
-    """A table per window, batch size and length: a row per model, and one for its memory off while
-    decoding ("published"). Models run one after another: two states may not fit at once."""
-    for models, batch_size, length in options.settings():
-        rows: list[Row] = []
-        for name, model in models.items():
-            read = _Reading(model, batch_size, length, options)
-            for memory in modes(model.config):
-                time = None if read.row["note"] else _seconds_of_step(read, memory, options)
-                row = {"model": name, "memory": memory} | read.row
-                row |= {"ms a step": over(time, MILLISECOND), "tokens/s": over(batch_size, time)}
-                rows.append(row)
-        base = next((row["ms a step"] for row in rows if row["model"] == "swa"), None)
-        yield [row | {"/ swa": over(row["ms a step"], base)} for row in rows]
 
 
 class _Reading:
@@ -174,34 +184,6 @@ def checked(name: str, logits: dict[str, np.ndarray], compute: str) -> Row:
     return {"distance": distance} | ({} if distance <= bound else {"note": note})
 
 
-def _seconds_of_step(read: _Reading, memory: Any, options: Decode) -> float:
-    logits, state = read()
-    tokens = continuation(read.model, logits, state, memory)
-    calls = {"steps": lambda: [*itertools.islice(tokens, options.steps)]}
-    return measure.median_seconds(calls, options.rounds)["steps"] / options.steps
-
-
-def continuation(
-    model: InferenceModel, logits: jax.Array, state: InferenceState, memory: MemoryMode
-) -> Iterator[jax.Array]:
-    """The greedy tokens [B] behind the first, which follows from `logits`; each is of one step."""
-    tokens = greedy(logits)
-    while True:
-        logits, state = decode(model, state, tokens, memory=memory)
-        yield (tokens := greedy(logits))
-
-
 @jax.jit
-def greedy(logits: jax.Array) -> jax.Array:
+def _greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-_SMALL = ("vocab_size=64", "dim=16", "num_layers=1", "head_dim=8", "mlp_dim=32")
-_CHUNKS = ("MemoryConfig.chunk_size=8",)
-_PARAM = (*(f"TransformerConfig.{binding}" for binding in _SMALL), *_CHUNKS)
-_QUICK: Row = {"gin": "prefill/cpu.gin", "param": _PARAM, "lengths": (32, 64), "rounds": 1}
-_QUICK |= {"batch_sizes": (2,), "windows": (8,), "piece_size": 16}
-CASES = {
-    "prefill": Case(Prefill, _QUICK, measured_prefill),
-    "decode": Case(Decode, _QUICK | {"lengths": (16,), "steps": 2}, measured_decode),
-}

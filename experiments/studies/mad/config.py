@@ -1,16 +1,25 @@
 """The configuration of a MAD sweep, root of the files in configs/mad/, and its jobs."""
 
 import dataclasses
+import functools
 import itertools
-from typing import Annotated, Literal, NamedTuple
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from ttcd_kernels import measure
 
-from experiments.studies.mad.models import MAD_METHODS, MADMethod
-from experiments.studies.mad.sweep import Hyper, RecipeConfig
-from experiments.studies.mad.tasks.settings import TASKS, Setting, TaskName, settings
+from experiments.studies.mad import records
+from experiments.studies.mad.models import mad_config, mad_problem
+from experiments.studies.mad.records import MAD_METHODS, Job, MADMethod, RecipeConfig, Record
+from experiments.studies.mad.report import best_run
+from experiments.studies.mad.sweep import Hyper, train_runs
+from experiments.studies.mad.tasks import TASKS, TaskName, instances, settings
 from ttcd_jax.config import DISTINCT, Bound, Config, NonNegativeFloat, Positive, PositiveFloat
 from ttcd_jax.precision import Precision
+from ttcd_jax.terminal import Progress
 
 # Fields that choose the jobs and change no result: records of one directory may differ in them.
 SELECTION = ("tasks", "settings", "methods")
@@ -42,35 +51,21 @@ class MADSweepConfig(Config):
     corrects_errors: bool = False
 
 
-class Job(NamedTuple):
-    """A setting and a method: its runs are trained together and recorded in one file."""
-
-    setting: Setting
-    method: MADMethod
-    num_train: int
-    num_epochs: int
-    num_steps: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.setting.config.task}.{self.setting.name}.{self.method}"
-
-    @property
-    def work(self) -> int:
-        """Steps times positions per row, proportional to tokens: all jobs share the batch size."""
-        return self.num_steps * self.setting.config.num_positions
-
-
 def jobs(config: MADSweepConfig) -> list[Job]:
     """All jobs by setting; the methods of a setting are adjacent, since they share the rows."""
     stop = None if config.settings == "all" else 1
     chosen = [setting for task in config.tasks for setting in settings(task)[:stop]]
     result = []
-    for setting, method in itertools.product(chosen, config.methods):
-        num_train = min(setting.num_train, config.num_train or setting.num_train)
+    for (name, data, num_rows), method in itertools.product(chosen, config.methods):
+        num_train = min(num_rows, config.num_train or num_rows)
         epochs = config.recipe.num_epochs(num_train)
-        num_steps = epochs * config.recipe.steps_per_epoch(num_train)
-        result.append(Job(setting, method, num_train, epochs, num_steps))
+        sizes = {"num_train": num_train, "num_test": config.num_test, "epochs": epochs}
+        sizes |= {"steps": epochs * config.recipe.steps_per_epoch(num_train)}
+        fields: dict[str, Any] = {"init_std": config.init_std, "precision": config.precision}
+        model = mad_config(method, data, corrects_errors=config.corrects_errors, **fields)
+        fields = {"recipe": config.recipe, "model": model, "published_num_train": num_rows}
+        names = {"task": data.task, "setting": name, "method": method, "data": data}
+        result.append(Job(**names, **sizes, **fields))
     return result
 
 
@@ -83,10 +78,50 @@ def hyper(config: MADSweepConfig) -> Hyper:
 def plan(config: MADSweepConfig) -> str:
     """A line per job, and the number of runs."""
     every_job, runs = jobs(config), len(hyper(config).rate)
-    num_settings = len({job.setting for job in every_job})
-    lines = [
-        f"{job.name}: {runs} runs of {job.num_steps:,} steps ({job.num_epochs} epochs)"
-        for job in every_job
-    ]
+    lines = [f"{x.name}: {runs} runs of {x.steps:,} steps ({x.epochs} epochs)" for x in every_job]
+    num_settings = len(every_job) // len(config.methods)
     total = f"{runs * num_settings} runs per method, {runs * len(every_job)} runs in all"
     return "\n".join([*lines, f"{num_settings} settings, {total}"])
+
+
+def train_jobs(config: MADSweepConfig, folder: Path) -> None:
+    """Trains every job neither recorded in `folder` nor claimed by another process. Prints a line
+    per finished job; the time left is that of the tokens left at the speed of all processes."""
+    every_job = jobs(config)
+    pending = [job for job in every_job if not records.record_path(folder, job).exists()]
+    print(f"{folder}: {len(every_job) - len(pending)} of {len(every_job)} recorded", flush=True)
+    rows = functools.lru_cache(maxsize=1)(instances)
+    # Steps times positions per row, proportional to tokens: all jobs share the batch size.
+    work = [*itertools.accumulate(job.steps * job.data.num_positions for job in pending)]
+    progress = Progress(sys.stdout, work[-1] if work else 0, start=0)
+    for number, job in enumerate(pending, 1):
+        path = records.record_path(folder, job)
+        with records.claim(path) as is_ours:
+            if not is_ours:
+                continue
+            record = _trained(config, job, rows, progress)
+            records.write(path, record)
+        line = f"[{number}/{len(pending)}] {job.name}: {best_run(record) or 'no run stayed finite'}"
+        left = progress.left(work[number - 1]) if number < len(pending) else ""
+        progress.show(f"{line}, {record.seconds:.0f} s{left and f', {left}'}", is_last=True)
+
+
+def _trained(config: MADSweepConfig, job: Job, rows: Any, progress: Progress) -> Record:
+    """The record of a job."""
+
+    def show(text: str) -> None:
+        if progress.is_live:
+            progress.show(f"{job.name}: {text}")
+
+    start = time.monotonic()
+    show("compiling")
+    runs = train_runs(
+        config.recipe,
+        mad_problem(job.data, job.model),
+        rows(job.data, seed=DATA_SEED, num_train=job.num_train, num_test=config.num_test),
+        hyper(config),
+        budget_bytes=measure.usable_bytes(),
+        on_evaluation=lambda done, accuracy: show(f"{done:.0%}, accuracy {accuracy:.3f}"),
+    )
+    seconds = round(time.monotonic() - start, 1)
+    return Record(**vars(job), environment=measure.environment(), seconds=seconds, runs=tuple(runs))

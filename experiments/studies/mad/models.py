@@ -5,18 +5,17 @@ Next-token tasks take a `Transformer` with an untied head. Compression takes an 
 row is decoded from the hidden state of its last token alone.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from experiments.studies.mad.records import MADMethod
 from experiments.studies.mad.sweep import Problem
-from experiments.studies.mad.tasks.rows import IGNORE
-from experiments.studies.mad.tasks.settings import PUBLISHED, MADConfig
+from experiments.studies.mad.tasks import IGNORE, MADConfig
 from ttcd_jax.axes import param
-from ttcd_jax.config import Bound
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
@@ -25,10 +24,6 @@ from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.tasks.distillation import key_ranks
 from ttcd_jax.train.step import Batch, Metrics
-
-# The methods with published scores, and the two without a memory.
-MAD_METHODS = (*PUBLISHED, "swa", "full")
-MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS.__contains__)]
 
 
 def mad_config(
@@ -43,17 +38,14 @@ def mad_config(
     unless `fields` change them. The teacher's window is 16 for tasks of 32 tokens, 32 for the
     others, or `window`; the student's and the chunk are half of it.
 
-    Methods are as published for training from scratch; rows are so short that the forms of a memory
-    cost the same. With `corrects_errors` IP-TTCD is that of method/ipttcd_corrected.gin: taps of
-    the teacher from the identity, of the student from the token before. The publication of LaCT
-    does not specify its initial state: here full matrices, one fast head per attention head, no
-    Muon.
+    Methods are as published for training from scratch. With `corrects_errors` IP-TTCD is that of
+    method/ipttcd_corrected.gin. The publication of LaCT does not specify its initial state: here
+    full matrices, one fast head per attention head, no Muon.
     """
     window = window or (16 if task.task in ("compression", "memorization") else 32)
+    chunk, in_place = window // 2, {"window": window, "fast_layers": (0, 1)}
     sizes = {"vocab_size": task.vocab_size, "dim": 128, "mlp_dim": 256, "has_tied_head": False}
     sizes |= {"num_layers": 2, "num_heads": 4, "method": method}
-    chunk = window // 2
-    in_place = {"window": window, "fast_layers": (0, 1)}
     memory = MemoryConfig(chunk_size=chunk, block_chunks=1)
     if corrects_errors:
         taps = {"teacher_conv_init": "identity", "student_conv_init": "previous"}
@@ -111,10 +103,7 @@ class Autoencoder(Transformer):
 
 
 def mad_problem(task: MADConfig, config: TransformerConfig) -> Problem:
-    """Parameters, training loss, and the measures of test rows: the scores of MAD, the same with
-    the memory switched off (`*_off`, where it can be), and of each fast layer [layers]
-    `memory_ratio`, |eta S| / |W_base| after the last token, `gate_mean`, and `key_rank`, the
-    effective rank of the keys."""
+    """Parameters, training loss, and the `Measures` of test rows."""
     model_class = Autoencoder if task.task == "compression" else Transformer
     off = switched_off(config, task.num_positions)
 

@@ -1,18 +1,15 @@
 """Many small runs as one program: R runs of one model that differ in rate, decay and seed.
 
 The training step of the library (`train.step`) is vmapped over the runs, and the runs are split
-among the devices. An epoch is a scan inside the compiled function, over rows that stay on the
-device: one dispatch per step would dominate the time of a tiny model.
-
-Runs never mix. One whose loss or gradient is not finite keeps its last good parameters, takes no
-further step, and reports it in `failed_at`; the numbers of the others do not change by a bit.
-Runs that do not fit into device memory together are trained in groups, one after another.
+among the devices. An epoch is a scan inside the compiled function: one dispatch per step would
+dominate the time of a tiny model. Runs never mix. One whose loss or gradient is not finite keeps
+its last good parameters and takes no further step; the numbers of the others do not change by a
+bit. Runs that do not fit into device memory together are trained in groups.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,51 +17,17 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
-from ttcd_kernels import measure
+from ttcd_kernels.measure import needed_bytes
 
-from experiments.studies.mad.tasks.instances import Splits
-from experiments.studies.mad.tasks.rows import IGNORE, Rows
-from ttcd_jax.config import Config, Positive
+from experiments.studies.mad.records import Measures, Point, RecipeConfig, Run
+from experiments.studies.mad.tasks import IGNORE, Rows, Splits
 from ttcd_jax.sharding.batch import replicated
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
 from ttcd_jax.train.state import TrainState, state_of
 from ttcd_jax.train.step import Batch, Metrics, is_finite, step_with
 
-Params = Any
-# A run as it is recorded: rate, weight_decay, seed; `failed_at`, the first step that was not
-# finite, or None; `metrics` after the last epoch, None if it failed; `curve`: epoch, macro_accuracy
-# and loss on the test rows, and training_loss of every evaluation up to the failure. A loss there
-# is None where it is not finite: JSON has no NaN.
-Outcome = dict[str, Any]
-
 _MIN_RATE = 1e-6
 _NUM_EVALUATIONS = 10
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RecipeConfig(Config):
-    """AdamW (beta 0.9 and 0.999, eps 1e-8) without a clip or warm-up, decay on every tensor, the
-    rate constant within an epoch: 1e-6 + (rate - 1e-6) (1 + cos(pi epoch / epochs)) / 2.
-
-    `max_steps` limits the run to the fewest epochs with so many steps. The published code differs,
-    mostly by accident: its cosine is never applied (`schedule="constant"`), its score is that of
-    the epoch with the lowest loss on the *test* rows, not of the last one, and a run ends as soon
-    as its test accuracy is above 0.999.
-    """
-
-    epochs: Positive = 200
-    max_steps: Positive | None = None
-    batch_size: Positive = 128
-    schedule: Literal["cosine", "constant"] = "cosine"
-
-    def steps_per_epoch(self, num_train: int) -> int:
-        """The number of batches of an epoch, the last of which may be partial."""
-        return -(-num_train // self.batch_size)
-
-    def num_epochs(self, num_train: int) -> int:
-        if self.max_steps is None:
-            return self.epochs
-        return min(self.epochs, -(-self.max_steps // self.steps_per_epoch(num_train)))
 
 
 class Hyper(NamedTuple):
@@ -77,12 +40,12 @@ class Hyper(NamedTuple):
 
 class Problem(NamedTuple):
     """One run's functions: `init(key)` gives parameters, `loss_sum(params, batch)` the loss summed
-    over the scored targets of a batch (`take_rows`), `measure(params, batch)` the measures that are
-    averaged over the batches of the test rows; among them `loss` and `macro_accuracy`."""
+    over the scored targets of a batch (`take_rows`), `measure(params, batch)` the `Measures` that
+    are averaged over the batches of the test rows."""
 
-    init: Callable[[jax.Array], Params]
-    loss_sum: Callable[[Params, Batch], jax.Array]
-    measure: Callable[[Params, Batch], Metrics]
+    init: Callable[[jax.Array], Any]
+    loss_sum: Callable[[Any, Batch], jax.Array]
+    measure: Callable[[Any, Batch], Metrics]
 
 
 class RunState(NamedTuple):
@@ -91,16 +54,6 @@ class RunState(NamedTuple):
     train: TrainState  # its `step` counts the steps taken
     failed_at: Int[Array, ""]  # the first step that was not finite, -1 without one
     loss: Float[Array, ""]  # mean over the last epoch's steps
-
-
-class Programs(NamedTuple):
-    """The functions of R runs, jitted or compiled: `init(hyper) -> RunState`,
-    `train(state, hyper, rows, first, stop) -> RunState` for epochs first .. stop - 1,
-    `measure(params, rows) -> Metrics`."""
-
-    init: Any
-    train: Any
-    measure: Any
 
 
 def rate_of_epoch(
@@ -130,12 +83,6 @@ def _batches(config: RecipeConfig, order: jax.Array) -> jax.Array:
 def _optimizer(schedule: optax.Schedule, weight_decay: Any) -> optax.GradientTransformation:
     adamw = OptimizerConfig(beta2=0.999, clip_norm=None)
     return build_optimizer(adamw, schedule, {}, weight_decay)
-
-
-def _init(problem: Problem, hyper: Hyper) -> RunState:
-    params = problem.init(jax.random.key(hyper.seed))
-    state = state_of(_optimizer(lambda _: 0.0, 0.0), params)
-    return RunState(state, failed_at=state["step"] - 1, loss=jnp.full((), jnp.nan, jnp.float32))
 
 
 def _train(
@@ -177,20 +124,15 @@ def _train(
     return jax.lax.fori_loop(first, stop, epoch_of, run)
 
 
-def _measure(config: RecipeConfig, problem: Problem, params: Params, rows: Rows) -> Metrics:
-    indices = _batches(config, jnp.arange(len(rows.inputs)))
-    per_batch = jax.lax.map(lambda i: problem.measure(params, take_rows(rows, i)), indices)
-    return jax.tree.map(lambda x: x.mean(0), per_batch)
-
-
 def sweep_mesh(devices: Sequence[Any]) -> Mesh:
     """A mesh of one axis; each device has its own runs, and none waits for another."""
     return jax.make_mesh((len(devices),), ("runs",), (AxisType.Auto,), devices=devices)
 
 
-def programs(config: RecipeConfig, problem: Problem, mesh: Mesh) -> Programs:
-    """The functions for runs stacked on the leading axis; the number of devices divides theirs.
-    They take host and device arrays; `train` donates its state."""
+def programs(config: RecipeConfig, problem: Problem, mesh: Mesh) -> tuple[Any, Any, Any]:
+    """The jitted functions of R runs, which the number of devices divides: `init(hyper)` gives a
+    `RunState`, `train(state, hyper, rows, first, stop)` donates and gives one, after the epochs
+    first .. stop - 1, `measure(params, rows)` gives the measures."""
     runs, whole = PartitionSpec("runs"), PartitionSpec()
 
     def of_all(function: Callable[..., Any], *specs: PartitionSpec, donated: tuple = ()) -> Any:
@@ -199,12 +141,19 @@ def programs(config: RecipeConfig, problem: Problem, mesh: Mesh) -> Programs:
         shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
         return jax.jit(mapped, in_shardings=shardings, donate_argnums=donated)
 
+    def init(hyper: Hyper) -> RunState:
+        params = problem.init(jax.random.key(hyper.seed))
+        state = state_of(_optimizer(lambda _: 0.0, 0.0), params)
+        return RunState(state, failed_at=state["step"] - 1, loss=jnp.full((), jnp.nan, jnp.float32))
+
+    def measure(params: Any, rows: Rows) -> Metrics:
+        indices = _batches(config, jnp.arange(len(rows.inputs)))
+        per_batch = jax.lax.map(lambda i: problem.measure(params, take_rows(rows, i)), indices)
+        return jax.tree.map(lambda x: x.mean(0), per_batch)
+
     train = functools.partial(_train, config, problem)
-    return Programs(
-        of_all(functools.partial(_init, problem), runs),
-        of_all(train, runs, runs, whole, whole, whole, donated=(0,)),
-        of_all(functools.partial(_measure, config, problem), runs, whole),
-    )
+    of_epochs = of_all(train, runs, runs, whole, whole, whole, donated=(0,))
+    return of_all(init, runs), of_epochs, of_all(measure, runs, whole)
 
 
 def train_runs(
@@ -215,32 +164,35 @@ def train_runs(
     *,
     budget_bytes: int | None = None,
     on_evaluation: Callable[[float, float], None] = lambda done, accuracy: None,
-) -> list[Outcome]:
+) -> list[Run]:
     """All runs of `hyper`, in its order, in as few groups as fit `budget_bytes` of a device, by the
     compiler's account of all runs together. Devices beyond the number of runs stay idle.
     `on_evaluation` is called with the share of the work done and the group's best macro accuracy.
     """
-    num_runs = len(hyper.rate)
+    num_runs, num_epochs = len(hyper.rate), config.num_epochs(len(splits.train.inputs))
     mesh = sweep_mesh(jax.devices()[:num_runs])
     splits = jax.device_put(splits, replicated(mesh))
-    jitted = programs(config, problem, mesh)
+    init, train, measure = programs(config, problem, mesh)
+
+    def compiled(size: int) -> Any:
+        part = _on_device(Hyper(*np.zeros((3, size))))
+        return train.lower(jax.eval_shape(init, part), part, splits.train, 0, 0).compile()
+
     size = group_size(num_runs, mesh.size, 0, None)
-    compiled = _compiled(jitted, size, splits.train)
-    needed = measure.needed_bytes(compiled.train)
-    if (fitting := group_size(num_runs, mesh.size, needed, budget_bytes)) != size:
-        size, compiled = fitting, _compiled(jitted, fitting, splits.train)
+    of_group = compiled(size)
+    fitting = group_size(num_runs, mesh.size, needed_bytes(of_group), budget_bytes)
+    if fitting != size:
+        size, of_group = fitting, compiled(fitting)
     # The last group is filled up with copies of the last run: one program for all groups.
-    num_groups, outcomes = -(-num_runs // size), []
-    groups = np.minimum(np.arange(num_groups * size), num_runs - 1).reshape(num_groups, size)
+    padded = np.minimum(np.arange(-(-num_runs // size) * size), num_runs - 1)
+    groups, finished = padded.reshape(-1, size), []
     for number, group in enumerate(groups):
-        outcomes += _train_group(
-            compiled,
-            splits,
-            Hyper(*(np.asarray(x)[group] for x in hyper)),
-            config.num_epochs(len(splits.train.inputs)),
-            lambda done, best, first=number: on_evaluation((first + done) / num_groups, best),
-        )
-    return outcomes[:num_runs]
+        part, runs = Hyper(*(np.asarray(x)[group] for x in hyper)), []
+        for done, runs in _train_group(init, of_group, measure, splits, part, num_epochs):
+            best = max(run.curve[-1].macro_accuracy for run in runs)
+            on_evaluation((number + done) / len(groups), best)
+        finished += runs
+    return finished[:num_runs]
 
 
 def group_size(num_runs: int, num_devices: int, needed: int, budget: int | None) -> int:
@@ -257,47 +209,44 @@ def _on_device(hyper: Hyper) -> Hyper:
     return Hyper(*map(np.asarray, hyper, Hyper(np.float32, np.float32, np.uint32)))
 
 
-def _compiled(jitted: Programs, size: int, rows: Rows) -> Programs:
-    """The programs, with the training of `size` runs compiled."""
-    hyper = _on_device(Hyper(*np.zeros((3, size))))
-    state = jax.eval_shape(jitted.init, hyper)
-    return jitted._replace(train=jitted.train.lower(state, hyper, rows, 0, 0).compile())
-
-
 def _train_group(
-    compiled: Programs,
-    splits: Splits,
-    part: Hyper,
-    num_epochs: int,
-    on_evaluation: Callable[[float, float], None],
-) -> list[Outcome]:
-    """Outcomes of the runs of `part`, evaluated every few epochs and after the last one."""
+    init: Any, train: Any, measure: Any, splits: Splits, part: Hyper, num_epochs: int
+) -> Iterator[tuple[float, list[Run]]]:
+    """Trains the runs of `part`; gives the share of epochs that is done, and the runs evaluated,
+    every few epochs and after the last one."""
     hyper, every = _on_device(part), -(-num_epochs // _NUM_EVALUATIONS)
-    state = compiled.init(hyper)
-    outcomes: list[Outcome] = [
-        {name: x[run].item() for name, x in part._asdict().items()}
-        | {"failed_at": None, "metrics": None, "curve": []}
-        for run in range(len(part.rate))
-    ]
+    own = zip(*(x.tolist() for x in part), strict=True)
+    named = (dict(zip(part._fields, values, strict=True)) for values in own)
+    runs = [Run(**values, failed_at=None, metrics=None, curve=()) for values in named]
+    state = init(hyper)
     for first in range(0, num_epochs, every):
         epoch = min(first + every, num_epochs)
-        state = compiled.train(state, hyper, splits.train, first, epoch)
-        measured = compiled.measure(state.train["params"], splits.test)
-        metrics, losses, ends = jax.device_get((measured, state.loss, state.failed_at))
-        for run, outcome in enumerate(outcomes):
-            if outcome["failed_at"] is None:
-                values = {name: x[run].tolist() for name, x in metrics.items()}
-                point = {"epoch": epoch, "macro_accuracy": values["macro_accuracy"]}
-                point |= {"loss": _finite(values["loss"]), "training_loss": _finite(losses[run])}
-                outcome["curve"].append(point)
-                has_failed = ends[run] >= 0
-                outcome["failed_at"] = int(ends[run]) if has_failed else None
-                outcome["metrics"] = None if has_failed else values
-        on_evaluation(epoch / num_epochs, float(metrics["macro_accuracy"].max()))
-        if (ends >= 0).all():
-            break
-    return outcomes
+        state = train(state, hyper, splits.train, first, epoch)
+        measured = measure(state.train["params"], splits.test)
+        found = jax.device_get((measured, state.loss, state.failed_at))
+        runs = [
+            _evaluated(run, epoch, *jax.tree.map(lambda x, i=index: x[i].tolist(), found))
+            for index, run in enumerate(runs)
+        ]
+        yield epoch / num_epochs, runs
+        if all(run.failed_at is not None for run in runs):
+            return
+
+
+def _evaluated(
+    run: Run, epoch: int, measures: dict[str, Any], training_loss: float, failed_at: int
+) -> Run:
+    """The run with an evaluation; unchanged if it had failed before."""
+    if run.failed_at is not None:
+        return run
+    loss, accuracy = measures["loss"], measures["macro_accuracy"]
+    losses = {"loss": _finite(loss), "training_loss": _finite(training_loss)}
+    curve = (*run.curve, Point(epoch=epoch, macro_accuracy=accuracy, **losses))
+    if failed_at >= 0:
+        return run.replace(failed_at=failed_at, metrics=None, curve=curve)
+    finite = {name: x for name, x in measures.items() if np.isfinite(x).all()}
+    return run.replace(metrics=Measures(**finite), curve=curve)
 
 
 def _finite(x: float) -> float | None:
-    return float(x) if np.isfinite(x) else None
+    return x if np.isfinite(x) else None

@@ -52,7 +52,14 @@ def decode_attention_with_lse(
     cache; "auto" is the first of them that can run. Raises `ValueError` for shapes or windows that
     do not fit, naming both numbers, and when differentiated.
     """
-    _check_arrays(q, k_cache, v_cache, position)
+    check_operands("B N H", q=q, k_cache=k_cache, v_cache=v_cache)
+    B = len(q)
+    if k_cache.shape[0] != B:
+        raise ValueError(f"q has {B} rows and the cache {k_cache.shape[0]}: give each row its ring")
+    if position.shape != (B,):
+        raise ValueError(f"position has shape {position.shape}: {B} queries need ({B},)")
+    if not jnp.issubdtype(position.dtype, jnp.integer):
+        raise ValueError(f"position is {position.dtype.name}: it must be int32")
     windows = checked(teacher_window, student_window, scale, *k_cache.shape[1::2])
     if k_cache.shape[1] < windows.teacher:
         raise ValueError(
@@ -94,16 +101,3 @@ def _refuse(*_: Any) -> NoReturn:
         "decode_attention is not differentiable: it serves generation from a cache; train through "
         "dual_window_attention on whole sequences"
     )
-
-
-def _check_arrays(
-    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, position: jax.Array
-) -> None:
-    check_operands("B N H", q=q, k_cache=k_cache, v_cache=v_cache)
-    B = len(q)
-    if k_cache.shape[0] != B:
-        raise ValueError(f"q has {B} rows and the cache {k_cache.shape[0]}: give each row its ring")
-    if position.shape != (B,):
-        raise ValueError(f"position has shape {position.shape}: {B} queries need ({B},)")
-    if not jnp.issubdtype(position.dtype, jnp.integer):
-        raise ValueError(f"position is {position.dtype.name}: it must be int32")

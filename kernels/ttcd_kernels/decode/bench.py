@@ -8,17 +8,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from ttcd_kernels import launch
-from ttcd_kernels.decode import triton_call
+from ttcd_kernels.decode import triton_call, tuning
 from ttcd_kernels.decode.api import Implementation, decode_attention
-from ttcd_kernels.decode.tuning import CANDIDATES as CANDIDATES
-from ttcd_kernels.decode.tuning import HEAD_DIMS, Tuning, tuning_for
 from ttcd_kernels.decode.xla import visible_slots
-from ttcd_kernels.measure import SetName, Work
+from ttcd_kernels.measure import Work
 from ttcd_kernels.windows import Results, Windows
 
-NUM_INPUTS = 3
 PEERS = ("jax.nn",)  # name prefixes of foreign implementations, which may refuse a shape
 
 
@@ -38,7 +36,7 @@ class Case(NamedTuple):
     rounds: int = 5
 
     @property
-    def positions(self) -> jax.Array:
+    def positions(self) -> Int[Array, " B"]:
         return jnp.asarray(self.first_position + 7 * np.arange(self.batch, dtype=np.int32))
 
 
@@ -54,7 +52,7 @@ _PARITY = (
     Case("300/100 H6/2 D80", 3, 6, 2, 80, 300, 100),
     Case("256/256 H8 D96, 400 slots", 2, 8, 8, 96, 256, 256, num_slots=400),
 )
-SHAPES: dict[SetName, tuple[Case, ...]] = {
+SHAPES: dict[str, tuple[Case, ...]] = {
     "tiny": (Case("B3 16/8", 3, 4, 2, 8, 16, 8, num_slots=20, dtype="float32", rounds=3),),
     "cpu": (
         Case("B1 2048/1024 H24 D64", 1, 24, 24, 64, 2048, 1024, dtype="float32"),
@@ -66,7 +64,6 @@ SHAPES: dict[SetName, tuple[Case, ...]] = {
     ),
     "parity": _PARITY,
     "check": tuple(case._replace(dtype=dtype) for case in _PARITY for dtype in launch.DTYPES),
-    "aot": tuple(Case(f"D{dim}", 8, 16, 8, dim, 8192, 4096) for dim in HEAD_DIMS),
 }
 
 
@@ -80,47 +77,36 @@ def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
 
 def implementations(case: Case) -> dict[str, Callable[..., Any]]:
     """(q, k_cache, v_cache) -> (teacher, student)."""
+    windows = case.teacher_window, case.student_window
 
     def dual(implementation: Implementation) -> Callable[..., Any]:
-        windows = {"teacher_window": case.teacher_window, "student_window": case.student_window}
-        attend: Any = functools.partial(decode_attention, **windows, implementation=implementation)
-        return lambda *arrays: attend(*arrays, case.positions)
+        reach = {"teacher_window": windows[0], "student_window": windows[1]}
+        options: Any = {**reach, "implementation": implementation}
+        return lambda q, k, v: decode_attention(q, k, v, case.positions, **options)
+
+    def twice(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> tuple[jax.Array, ...]:
+        """JAX's attention, one masked call per window."""
+        visible = (visible_slots(case.positions, k_cache.shape[1], w) for w in windows)
+        attend: Any = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+        return tuple(
+            attend(q[:, None], k_cache, v_cache, mask=x[:, None, None])[:, 0] for x in visible
+        )
 
     functions = {"xla": dual("xla")}
     operands: Any = operand_shapes(case)
     if triton_call.unsupported(*operands) is None:
         functions["triton"] = dual("triton")
-    return functions | {"jax.nn twice": functools.partial(_stock, case)}
+    return functions | {"jax.nn twice": twice}
 
 
-def _stock(
-    case: Case, q: jax.Array, k_cache: jax.Array, v_cache: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """JAX's attention, one masked call per window."""
-
-    def attend(window: int) -> jax.Array:
-        visible = visible_slots(case.positions, k_cache.shape[1], window)
-        out = jax.nn.dot_product_attention(
-            q[:, None], k_cache, v_cache, mask=visible[:, None, None], implementation="xla"
-        )
-        return out[:, 0]
-
-    return attend(case.teacher_window), attend(case.student_window)
-
-
-def tuning(case: Case) -> Tuning:
-    return tuning_for(launch.known_capability(), case.head_dim, jnp.dtype(case.dtype).itemsize)
-
-
-def integers(case: Case, launched: launch.Launch) -> list[jax.Array]:
+def integers(case: Case, launched: launch.Launch) -> list[Int[Array, " B"]]:
     """The integer operands of a kernel that `with_tuning` launches."""
     return [case.positions]
 
 
-def with_tuning(case: Case, tuning: Tuning) -> Callable[..., Results]:
+def with_tuning(case: Case, table: tuning.Tuning) -> Callable[..., Results]:
     windows = Windows(case.teacher_window, case.student_window, case.head_dim**-0.5)
-    run: Any = functools.partial(triton_call.decode, windows=windows, tuning=tuning)
-    return lambda *arrays: run(*arrays, case.positions)
+    return lambda q, k, v: triton_call.decode(q, k, v, case.positions, windows, table)
 
 
 def work(case: Case, direction: str) -> Work:

@@ -5,17 +5,19 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from ttcd_kernels import launch
 from ttcd_kernels.decode.tuning import HEAD_DIMS, Tile, Tuning, slices_for, tuning_for
+from ttcd_kernels.launch import Operand
 from ttcd_kernels.partitioning import everywhere
-from ttcd_kernels.windows import Results, Windows
+from ttcd_kernels.windows import Cache, Position, Results, Windows
 
 _MERGED_AT_ONCE = 16  # slices
 _SMALLEST_GROUP, _LARGEST_GROUP = 16, 64  # rows of a matrix product; accumulators in registers
 
 
-def unsupported(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | None:
+def unsupported(q: Operand, k_cache: Operand, v_cache: Operand) -> str | None:
     """The reason why the kernel cannot take these arrays on this machine; None if it can."""
     group = q.shape[1] // k_cache.shape[2]
     if group > _LARGEST_GROUP:
@@ -24,21 +26,18 @@ def unsupported(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | N
 
 
 def decode(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    position: jax.Array,
+    q: Float[Array, "B N H"],
+    k_cache: Cache,
+    v_cache: Cache,
+    position: Position,
     windows: Windows,
     tuning: Tuning | None = None,
 ) -> Results:
     """All four results of the call, for operands that are not `unsupported`; deterministic. float32
     operands are multiplied in full float32, not TF32."""
-    size = q.dtype.itemsize
-    tuning = tuning or tuning_for(launch.known_capability(q), q.shape[-1], size)
-    axes = {"Q": "b n h", "K": "b s k h", "P": "b", "L": "b n"}
-    arrays = q, k_cache, v_cache, position
+    tuning = tuning or tuning_for(launch.known_capability(q), q.shape[-1], q.dtype.itemsize)
     run = functools.partial(_launch, windows, tuning.decode_attention)
-    return everywhere(run, "QKKP -> QQLL", axes, arrays, whole=("h", "s"))
+    return everywhere(run, "qKKp -> qqll", q, k_cache, v_cache, position)
 
 
 def _launch(

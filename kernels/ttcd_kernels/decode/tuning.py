@@ -35,13 +35,8 @@ TABLE |= {(gpu, dim): TABLE[gpu, 128] for gpu in (80, 90) for dim in (80, 96)}
 HEAD_DIMS = (32, 64, 80, 96, 128)
 
 # Tried by `ttcd_kernels.tune`, alongside the table's.
-CANDIDATES = {
-    "decode_attention": tuple(
-        itertools.starmap(
-            Tile, itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4), (132, 264, 528))
-        )
-    )
-}
+_SIZES = itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4), (132, 264, 528))
+CANDIDATES = {"decode_attention": tuple(itertools.starmap(Tile, _SIZES))}
 
 
 def tuning_for(capability: int, head_dim: int, itemsize: int) -> Tuning:

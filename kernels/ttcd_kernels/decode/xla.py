@@ -10,26 +10,25 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from ttcd_kernels.partitioning import everywhere
-from ttcd_kernels.windows import Results, Windows
+from ttcd_kernels.windows import Cache, Position, Results, Windows
 
 
-def visible_slots(position: jax.Array, num_slots: int, window: int) -> jax.Array:
-    """[B, W]: whether a slot holds one of the last `window` positions."""
+def visible_slots(position: Position, num_slots: int, window: int) -> Bool[Array, "B W"]:
+    """Whether a slot holds one of the last `window` positions."""
     distance = (position[:, None] - jnp.arange(num_slots)) % num_slots
     return (distance < window) & (distance <= position[:, None])
 
 
 def decode(
-    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, position: jax.Array, windows: Windows
+    q: Float[Array, "B N H"], k_cache: Cache, v_cache: Cache, position: Position, windows: Windows
 ) -> Results:
     """All four results of the call. On a mesh every device takes its own heads: no product sums
     over those of others."""
-    axes = {"Q": "b n h", "K": "b s k h", "P": "b", "L": "b n"}
-    arrays = q, k_cache, v_cache, position
     run = functools.partial(_decode, windows)
-    return everywhere(run, "QKKP -> QQLL", axes, arrays, whole=("h", "s"))
+    return everywhere(run, "qKKp -> qqll", q, k_cache, v_cache, position)
 
 
 def _decode(

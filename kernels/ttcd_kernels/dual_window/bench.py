@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ttcd_kernels import launch, measure
-from ttcd_kernels.dual_window import mosaic_call, tiles, triton_call
+from ttcd_kernels import launch
+from ttcd_kernels.dual_window import mosaic_call, tiles, triton_call, tuning
 from ttcd_kernels.dual_window.api import Implementation, dual_window_attention, window_attention
-from ttcd_kernels.dual_window.tuning import CANDIDATES as CANDIDATES
-from ttcd_kernels.dual_window.tuning import HEAD_DIMS, Tuning, tuning_for
-from ttcd_kernels.measure import SetName, Work
+from ttcd_kernels.measure import Work
 from ttcd_kernels.windows import Windows
 
-NUM_INPUTS = 3
 PEERS = ("cudnn", "tokamax")  # name prefixes of foreign implementations, which may refuse a shape
 
 
@@ -49,7 +46,7 @@ _PARITY = (
     Case("300, 100/45 H4/2 D80", 300, 4, 2, 80, 100, 45),
     Case("257, full/64 H2/2 D96", 257, 2, 2, 96, None, 64),
 )
-SHAPES: dict[SetName, tuple[Case, ...]] = {
+SHAPES: dict[str, tuple[Case, ...]] = {
     "tiny": (
         Case("64 tokens, 16/8", 64, 4, 2, 8, 16, 8, batch=2, dtype="float32", rounds=3),
         Case("48 tokens, full/8", 48, 2, 2, 8, None, 8, dtype="float32", rounds=3),
@@ -79,12 +76,6 @@ SHAPES: dict[SetName, tuple[Case, ...]] = {
         for dtype in launch.DTYPES
         for ids in (False, True)
     ),
-    # Machine code depends neither on the length, longer than any tile, nor on the windows.
-    "aot": tuple(
-        Case(f"D{dim}{' documents' * ids}", 65536, 16, 8, dim, 8192, 4096, has_documents=ids)
-        for dim in HEAD_DIMS
-        for ids in (False, True)
-    ),
 }
 
 
@@ -110,10 +101,6 @@ def work(case: Case, direction: str) -> Work:
     return Work(flops, moved)
 
 
-def tuning(case: Case) -> Tuning:
-    return tuning_for(launch.known_capability(), case.head_dim, jnp.dtype(case.dtype).itemsize)
-
-
 def integers(case: Case, launched: launch.Launch) -> list[jax.Array]:
     """The integer operands of a kernel that `with_tuning` launches."""
     is_by_key = launched.kernel.__name__.endswith("backward_kv")
@@ -123,19 +110,22 @@ def integers(case: Case, launched: launch.Launch) -> list[jax.Array]:
     return [tiles_of(tiles.bands(windows), case.length, case.length, *blocks)]
 
 
-def with_tuning(case: Case, tuning: Tuning) -> Callable[..., Any]:
-    return lambda q, k, v: triton_call.dual_window(q, k, v, None, case.windows, tuning=tuning)[:2]
+def with_tuning(case: Case, table: tuning.Tuning[tuning.Tile]) -> Callable[..., Any]:
+    return lambda q, k, v: triton_call.dual_window(q, k, v, None, case.windows, table)[:2]
 
 
 def implementations(case: Case) -> dict[str, Callable[..., Any]]:
     """(q, k, v) -> (teacher, student); peers with one window return a tuple of one."""
     windows = case.teacher_window, case.student_window
-    ids = measure.three_documents(case.batch, case.length) if case.has_documents else None
+    ids = None
+    if case.has_documents:
+        row = jnp.arange(case.length) * 3 // case.length
+        ids = jnp.broadcast_to(row, (case.batch, case.length))
 
     def dual(implementation: Implementation) -> Callable[..., Any]:
-        reach = {"teacher_window": case.teacher_window, "student_window": case.student_window}
-        options: Any = {"segment_ids": ids, "implementation": implementation}
-        return functools.partial(dual_window_attention, **reach, **options)
+        reach = {"teacher_window": windows[0], "student_window": windows[1]}
+        options: Any = {**reach, "segment_ids": ids, "implementation": implementation}
+        return functools.partial(dual_window_attention, **options)
 
     def single(implementation: Implementation, *windows: int | None) -> Callable[..., Any]:
         options: Any = {"segment_ids": ids, "implementation": implementation}
@@ -149,17 +139,14 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
         functions["mosaic"] = dual("mosaic")
     if case.has_documents:  # the peers do not support them
         return functions
+    peers: dict[str, tuple[Any, str]] = {}  # name to attention, its implementation
     if jax.default_backend() == "gpu":
-        functions |= {
-            "cudnn teacher": _stock(jax.nn.dot_product_attention, "cudnn", windows[0]),
-            "cudnn both": _stock(jax.nn.dot_product_attention, "cudnn", *windows),
-        }
+        peers["cudnn"] = jax.nn.dot_product_attention, "cudnn"
     if importlib.util.find_spec("tokamax") is not None:
-        tokamax = importlib.import_module("tokamax")
-        functions |= {
-            "tokamax teacher": _stock(tokamax.dot_product_attention, "mosaic", windows[0]),
-            "tokamax both": _stock(tokamax.dot_product_attention, "mosaic", *windows),
-        }
+        peers["tokamax"] = importlib.import_module("tokamax").dot_product_attention, "mosaic"
+    for name, peer in peers.items():
+        functions[f"{name} teacher"] = _stock(*peer, windows[0])
+        functions[f"{name} both"] = _stock(*peer, *windows)
     return functions
 
 

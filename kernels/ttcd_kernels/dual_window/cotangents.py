@@ -9,14 +9,17 @@ gradients pass through one set of weights:
 with D = rowsum(dO * O) - d_lse: five matrix products per query-key pair of the teacher's window.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
-from ttcd_kernels.windows import Results
+from ttcd_kernels.partitioning import everywhere
+from ttcd_kernels.windows import Ids, Keys, Queries, Results
 
 ATTENTION = "attention"  # the checkpoint name of results
 
@@ -24,32 +27,24 @@ ATTENTION = "attention"  # the checkpoint name of results
 class Residuals(NamedTuple):
     """Operands and results saved for the backward, which recomputes the scores."""
 
-    q: jax.Array  # [B, T, N, H]
-    k: jax.Array  # [B, S, K, H]
-    v: jax.Array
-    segment_ids: jax.Array | None  # [B, S]
-    teacher: jax.Array  # [B, T, N, H]
-    student: jax.Array
-    teacher_lse: jax.Array  # [B, T, N], float32 or float64
-    student_lse: jax.Array
+    q: Queries
+    k: Keys
+    v: Keys
+    segment_ids: Ids | None
+    teacher: Queries
+    student: Queries
+    teacher_lse: Float[Array, "B T N"]  # float32 or float64
+    student_lse: Float[Array, "B T N"]
 
 
-type QKV = tuple[jax.Array, jax.Array, jax.Array]
-type Forward = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array | None], Results]
-type Backward = Callable[[Any, Residuals, Results], QKV]
+type QKV = tuple[Queries, Keys, Keys]
 
 
 def with_gradients(
-    forward: Forward,
-    backward: Backward,
-    static: Any,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
+    forward: Callable[..., Results], backward: Callable[..., QKV], *operands: jax.Array | None
 ) -> Results:
-    """`forward(static, q, k, v, segment_ids)`, made differentiable in q, k, v through all four
-    results by `backward(static, residuals, cotangents)`.
+    """`forward(q, k, v, segment_ids)`, made differentiable in q, k, v through all four results by
+    `backward(*backward_operands)`.
 
     The results carry the checkpoint name `ATTENTION`: a remat policy that saves them runs nothing
     again, because they are computed outside of the function with the VJP.
@@ -63,25 +58,27 @@ def with_gradients(
         return results, Residuals(*operands, *results)  # pyright: ignore[reportCallIssue]
 
     def pull(saved: Residuals, cotangents: Results) -> tuple[Any, ...]:
-        return jax.tree.map(jnp.zeros_like, cotangents), *backward(static, saved, cotangents), None
+        of_results = jax.tree.map(jnp.zeros_like, cotangents)
+        return of_results, *backward(*backward_operands(saved, cotangents)), None
 
     attach.defvjp(save, pull)
-    results = forward(static, *jax.lax.stop_gradient((q, k, v)), segment_ids)
-    return attach(checkpoint_name(results, ATTENTION), q, k, v, segment_ids)
+    results = forward(*jax.lax.stop_gradient(operands))
+    return attach(checkpoint_name(results, ATTENTION), *operands)
 
 
-class BandCotangents(NamedTuple):
-    """dO in q's dtype [B, T, N, H] and D in the dtype of the log-sum-exps [B, T, N], by band."""
+def by_kernels(
+    forward: Callable[..., Results], backward: Callable[..., QKV], *operands: jax.Array | None
+) -> Results:
+    """`with_gradients` of launches, under vmap and on a mesh."""
+    run = functools.partial(everywhere, forward, "QKKI -> QQLL")
+    pull = functools.partial(everywhere, backward, "QKKIQLLQLL -> QKK")
+    return with_gradients(run, pull, *operands)
 
-    near_out: jax.Array
-    near_delta: jax.Array
-    far_out: jax.Array
-    far_delta: jax.Array
 
-
-def by_band(saved: Residuals, cotangents: Results) -> BandCotangents:
-    """The operands of each band from the results' cotangents. The near dO is rounded once,
-    and its D is that of the rounded one."""
+def backward_operands(saved: Residuals, cotangents: Results) -> tuple[jax.Array | None, ...]:
+    """q, k, v, ids, then for the near and the far band dO in q's dtype [B, T, N, H], D and the
+    log-sum-exp in that of the latter [B, T, N]. The near dO is rounded once, and its D is that of
+    the rounded one."""
     d_teacher, d_student, d_teacher_lse, d_student_lse = cotangents
     state = saved.teacher_lse.dtype
 
@@ -97,4 +94,5 @@ def by_band(saved: Residuals, cotangents: Results) -> BandCotangents:
         narrow = jnp.finfo(saved.q.dtype)
         rounded = jax.lax.reduce_precision(exact, narrow.nexp, narrow.nmant)
         near_delta += row_dot(rounded - exact, saved.student)
-    return BandCotangents(exact.astype(saved.q.dtype), near_delta, d_teacher, far_delta)
+    near = exact.astype(saved.q.dtype), near_delta, saved.student_lse
+    return *saved[:4], *near, d_teacher, far_delta, saved.teacher_lse

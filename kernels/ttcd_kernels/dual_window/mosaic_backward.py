@@ -30,35 +30,37 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Shaped
 
 from ttcd_kernels.dual_window import mosaic_block
-from ttcd_kernels.dual_window.mosaic_block import Block, Facts, QueryBlock, by_column, by_row
+from ttcd_kernels.dual_window.mosaic_block import Block, QueryBlock, Static, by_column, by_row
 from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS
 from ttcd_kernels.launch import LOG2E
+from ttcd_kernels.windows import Keys, Queries
 
-type _Arrays = dict[str, jax.Array]
+type _Arrays = dict[str, Shaped[Array, "..."]]
 
 
-def dual_window_backward_q(facts: Facts, operands: _Arrays) -> jax.Array:
+def dual_window_backward_q(static: Static, operands: _Arrays) -> Queries:
     """dq from q, k, v, tiles, ids and, for every band i, d_out<i>, lse<i> and delta<i>."""
     q = operands["q"]
     B, T, N, H = q.shape
-    tile, dtype, layout = facts.tile, q.dtype, mosaic_block.layout()
+    tile, dtype, layout = static.tile, q.dtype, mosaic_block.layout()
     rows = COMPUTE_WARPGROUPS, tile.block_q // COMPUTE_WARPGROUPS
     ring = tile.num_stages, tile.block_kv, H
     scratch: dict[str, Any] = mosaic_block.ring(tile.num_stages, k=1, v=1) | {
         "k_smem": plgpu.SMEM(ring, dtype, transforms=layout),
         "v_smem": plgpu.SMEM(ring, dtype, transforms=layout),
     }
-    for name in ("q", *(f"d_out{band}" for band in range(len(facts.bands)))):
+    for name in ("q", *(f"d_out{band}" for band in range(len(static.bands)))):
         scratch[f"{name}_smem"] = plgpu.SMEM((*rows, H), dtype, transforms=layout)
         scratch[f"{name}_ready"] = plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS)
-    if facts.interpret:
+    if static.interpret:
         scratch["staged_smem"] = plgpu.SMEM((*rows, tile.block_kv), dtype, transforms=layout)
     results = {"dq": jax.ShapeDtypeStruct(q.shape, dtype)}
     grid, name = (B, N, T // tile.block_q), "dual_window_backward_q"
     return mosaic_block.launch_blocks(
-        _QueryGradient, facts, operands, results, scratch, grid, name
+        _QueryGradient, static, operands, results, scratch, grid, name
     )[0]
 
 
@@ -67,13 +69,13 @@ class _QueryGradient(QueryBlock):
 
     def compute(self) -> None:
         rows = self.batch, self.rows, self.head
-        resident = "q", *(f"d_out{band}" for band in range(len(self.facts.bands)))
+        resident = "q", *(f"d_out{band}" for band in range(len(self.static.bands)))
         for name in resident:
             self.fetch(name, self.refs[name].at[rows])
         for name in resident:
             self.wait(f"{name}_ready", self.warpgroup)
         dq, step = mosaic_block.zeros(self.num_rows, self.q.shape[-1]), jnp.int32(0)
-        for band in range(len(self.facts.bands)):
+        for band in range(len(self.static.bands)):
             lse, delta = (
                 mosaic_block.load_vector(
                     self.refs[f"{name}{band}"].at[self.batch, self.head],
@@ -84,7 +86,7 @@ class _QueryGradient(QueryBlock):
                 for name in ("lse", "delta")
             )
             step, dq = self.sweep(band, step, dq, functools.partial(self._add, band, lse, delta))
-        self.own("q_smem")[...] = (dq * self.facts.scale).astype(self.q.dtype)
+        self.own("q_smem")[...] = (dq * self.static.scale).astype(self.q.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self.own("q_smem"), self.refs["dq"].at[rows])
         plgpu.wait_smem_to_gmem(0)
@@ -108,7 +110,7 @@ class _QueryGradient(QueryBlock):
             self.wait("v_ready", slot)
             plgpu.wgmma(d_weights, self.own(f"d_out{band}_smem"), v.transpose((1, 0)))
             score = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-            weight = jnp.exp2(score * (self.facts.scale * LOG2E) - by_row(lse, self.shape))
+            weight = jnp.exp2(score * (self.static.scale * LOG2E) - by_row(lse, self.shape))
             if tile is not None:
                 weight = jnp.where(self.sees(tile, band), weight, 0.0)
             return weight * (d_weights[...] - by_row(delta, self.shape))
@@ -121,11 +123,11 @@ class _QueryGradient(QueryBlock):
         return dq
 
 
-def dual_window_backward_kv(facts: Facts, operands: _Arrays) -> tuple[jax.Array, jax.Array]:
+def dual_window_backward_kv(static: Static, operands: _Arrays) -> tuple[Keys, Keys]:
     """dk and dv from the operands of `dual_window_backward_q`."""
     k = operands["k"]
     B, S, K, H = k.shape
-    tile, dtype, layout = facts.tile, k.dtype, mosaic_block.layout()
+    tile, dtype, layout = static.tile, k.dtype, mosaic_block.layout()
     rows = COMPUTE_WARPGROUPS, tile.block_kv // COMPUTE_WARPGROUPS
     ring = tile.num_stages, tile.block_q
     scratch: dict[str, Any] = mosaic_block.ring(tile.num_stages, q=2, d_out=2) | {
@@ -137,13 +139,13 @@ def dual_window_backward_kv(facts: Facts, operands: _Arrays) -> tuple[jax.Array,
     for name in "kv":
         scratch[f"{name}_smem"] = plgpu.SMEM((*rows, H), dtype, transforms=layout)
         scratch[f"{name}_ready"] = plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS)
-    if facts.interpret:
+    if static.interpret:
         scratch["staged_smem"] = plgpu.SMEM((*rows, tile.block_q), dtype, transforms=layout)
     result = jax.ShapeDtypeStruct(k.shape, dtype)
     results = {"dk": result, "dv": result}
     grid, name = (B, K, S // tile.block_kv), "dual_window_backward_kv"
     dk, dv = mosaic_block.launch_blocks(
-        _KeyGradients, facts, operands, results, scratch, grid, name
+        _KeyGradients, static, operands, results, scratch, grid, name
     )
     return dk, dv
 
@@ -173,9 +175,9 @@ class _KeyGradients(Block):
             plgpu.copy_gmem_to_smem(part, self.scratch[f"{name}_smem"].at[slot], ready)
 
         def copy_of_band(name: str, ready: Any, slot: jax.Array) -> None:
-            for band in range(len(self.facts.bands)):
+            for band in range(len(self.static.bands)):
                 run = functools.partial(copy, name, self.refs[f"{name}{band}"], ready, slot)
-                pl.when(is_far if band else ~is_far)(run) if len(self.facts.bands) > 1 else run()
+                pl.when(is_far if band else ~is_far)(run) if len(self.static.bands) > 1 else run()
 
         def copy_queries(ready: Any, slot: jax.Array) -> None:
             copy("q", self.refs["q"], ready, slot)
@@ -197,12 +199,12 @@ class _KeyGradients(Block):
 
         def add_head(member: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             step = member * self.per_sweep
-            for band in range(len(self.facts.bands)):
+            for band in range(len(self.static.bands)):
                 step, sums = self.sweep(band, step, sums, functools.partial(self._add, band))
             return sums
 
         dk, dv = lax.fori_loop(0, self.group, add_head, (nothing, nothing))
-        self.own("k_smem")[...] = (dk * self.facts.scale).astype(self.k.dtype)
+        self.own("k_smem")[...] = (dk * self.static.scale).astype(self.k.dtype)
         self.own("v_smem")[...] = dv.astype(self.k.dtype)
         plgpu.commit_smem()
         for name in "kv":
@@ -231,10 +233,10 @@ class _KeyGradients(Block):
             self.wait("d_out_ready", slot)
             plgpu.wgmma(d_weights, self.own("v_smem"), d_out.transpose((1, 0)))
             score = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-            weight = jnp.exp2(score * (self.facts.scale * LOG2E) - column("lse"))
+            weight = jnp.exp2(score * (self.static.scale * LOG2E) - column("lse"))
             if tile is not None:
-                first = self.first_key, tile * self.tile.block_q + self.facts.halo
-                visible = self.visible(self.shape, first, self.facts.bands[band], query_axis=1)
+                first = self.first_key, tile * self.tile.block_q + self.static.halo
+                visible = self.visible(self.shape, first, self.static.bands[band], query_axis=1)
                 weight = jnp.where(visible, weight, 0.0)
             d_score = weight * (d_weights[...] - column("delta"))
             return weight.astype(self.k.dtype), d_score.astype(self.k.dtype)

@@ -1,9 +1,9 @@
-"""What the Mosaic kernels of dual-window attention share: two compute warpgroups and a memory
-warpgroup around a ring of tiles in shared memory, products, masks.
+"""The common parts of the Mosaic kernels of dual-window attention: two compute warpgroups and a
+memory warpgroup around a ring of tiles in shared memory, products, masks.
 
 The memory warpgroup loads tiles ahead of the compute warpgroups into a ring of `num_stages` slots.
-`<name>_ready[slot]` says that a tile of that operand has arrived, `<name>_free[slot]` that both
-compute warpgroups have read it. A compute warpgroup owns half of the block's rows, which are the
+`<name>_ready[slot]` signals the arrival of a tile of that operand, `<name>_free[slot]` its last
+read by both compute warpgroups. A compute warpgroup owns half of the block's rows, which are the
 rows of its products: queries in the forward and for dq, keys for dk and dv.
 """
 
@@ -26,8 +26,8 @@ from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS, MosaicTile
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
 
 
-class Facts(NamedTuple):
-    """Static facts of a launch."""
+class Static(NamedTuple):
+    """The static part of a launch."""
 
     bands: tuple[Band, ...]  # near first
     halo: int  # keys before the first query
@@ -82,30 +82,30 @@ def ring(num_stages: int, **num_copies: int) -> dict[str, Any]:
 
 def launch_blocks(
     block: Callable[..., "Block"],
-    facts: Facts,
+    static: Static,
     operands: dict[str, jax.Array],
     results: dict[str, jax.ShapeDtypeStruct],
     scratch: dict[str, Any],
     grid: tuple[int, int, int],
     name: str,
 ) -> list[jax.Array]:
-    """`results` of one launch; a block runs `block(facts, refs, scratch).run()`."""
+    """`results` of one launch; a block runs `block(static, refs, scratch).run()`."""
 
     def body(*refs: Any, **scratch_refs: Any) -> None:
-        block(facts, dict(zip([*operands, *results], refs, strict=True)), scratch_refs).run()
+        block(static, dict(zip([*operands, *results], refs, strict=True)), scratch_refs).run()
 
     return plgpu.kernel(
         body,
         out_type=list(results.values()),
         scratch_types=scratch,
-        # The last axis varies fastest: neighbouring blocks share most of what they read.
+        # The last axis varies fastest: neighbouring blocks share most of their reads.
         grid=grid,
         grid_names=("batch", "head", "tile"),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
-        interpret=facts.interpret,
+        interpret=static.interpret,
     )(*operands.values())
 
 
@@ -114,8 +114,8 @@ class Block(abc.ABC):
 
     lags: ClassVar[dict[str, int]] = {}  # steps that an operand of the ring is needed later
 
-    def __init__(self, facts: Facts, refs: dict[str, Any], scratch: dict[str, Any]) -> None:
-        self.facts, self.tile = facts, facts.tile
+    def __init__(self, static: Static, refs: dict[str, Any], scratch: dict[str, Any]) -> None:
+        self.static, self.tile = static, static.tile
         self.refs, self.scratch = refs, scratch
         self.batch, self.head = lax.axis_index("batch"), lax.axis_index("head")
         self.index = lax.axis_index("tile")
@@ -126,10 +126,11 @@ class Block(abc.ABC):
 
     def bands(self) -> list[Tiles]:
         """The tiles of each band, read where they are needed: registers are scarce."""
-        row = self.batch if self.facts.has_documents else 0
+        row = self.batch if self.static.has_documents else 0
         bounds = self.refs["tiles"].at[row, self.index]
         return [
-            Tiles(*(bounds[band, end] for end in range(4))) for band in range(len(self.facts.bands))
+            Tiles(*(bounds[band, end] for end in range(4)))
+            for band in range(len(self.static.bands))
         ]
 
     def run(self) -> None:
@@ -142,7 +143,7 @@ class Block(abc.ABC):
 
     @abc.abstractmethod
     def compute(self) -> None:
-        """What a compute warpgroup does."""
+        """The work of a compute warpgroup."""
 
     @abc.abstractmethod
     def copies(self, step: jax.Array) -> dict[str, Callable[[Any, jax.Array], None]]:
@@ -208,7 +209,7 @@ class Block(abc.ABC):
     @property
     def staged(self) -> Any:
         """The buffer that `add_products` needs in JAX's simulator."""
-        return self.own("staged_smem") if self.facts.interpret else None
+        return self.own("staged_smem") if self.static.interpret else None
 
     def own(self, name: str) -> Any:
         """This warpgroup's part of a buffer [warpgroups, ...]."""
@@ -234,7 +235,7 @@ class Block(abc.ABC):
         distance = rows - columns + (first[0] - first[1])
         distance = -distance if query_axis else distance
         visible = (distance >= band[0]) & (distance < band[1])
-        if self.facts.has_documents:
+        if self.static.has_documents:
             ids = self.refs["ids"].at[self.batch]
             of_rows, of_columns = (load_vector(ids, first[axis], shape, axis) for axis in (0, 1))
             visible = visible & (by_row(of_rows, shape) == by_column(of_columns, shape))
@@ -266,8 +267,8 @@ class QueryBlock(Block):
 
     def sees(self, tile: jax.Array, band: int) -> jax.Array:
         """[queries of this warpgroup, keys of the tile]."""
-        first = self.first_row + self.facts.halo, tile * self.tile.block_kv
-        return self.visible(self.shape, first, self.facts.bands[band], query_axis=0)
+        first = self.first_row + self.static.halo, tile * self.tile.block_kv
+        return self.visible(self.shape, first, self.static.bands[band], query_axis=0)
 
 
 def load_vector(source: Any, start: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:

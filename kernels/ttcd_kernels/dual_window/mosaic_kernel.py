@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ttcd_kernels.dual_window import mosaic_block
-from ttcd_kernels.dual_window.mosaic_block import Facts, QueryBlock, by_row
+from ttcd_kernels.dual_window.mosaic_block import QueryBlock, Static, by_row
 from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS
 from ttcd_kernels.launch import LOG2E
 
@@ -41,12 +41,12 @@ _LN2 = 0.6931471805599453
 type _State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
-def dual_window_forward(facts: Facts, operands: dict[str, jax.Array]) -> list[jax.Array]:
+def dual_window_forward(static: Static, operands: dict[str, jax.Array]) -> list[jax.Array]:
     """out and lse after each band, nearest first, from q, k, v, tiles and ids. The scale is above
     0."""
     q, k = operands["q"], operands["k"]
     B, T, N, H = q.shape
-    tile, dtype, layout = facts.tile, q.dtype, mosaic_block.layout()
+    tile, dtype, layout = static.tile, q.dtype, mosaic_block.layout()
     assert T % tile.block_q == 0
     assert k.shape[1] % tile.block_kv == 0
     rows = COMPUTE_WARPGROUPS, tile.block_q // COMPUTE_WARPGROUPS
@@ -60,14 +60,14 @@ def dual_window_forward(facts: Facts, operands: dict[str, jax.Array]) -> list[ja
         "q_ready": plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS),
         "turn": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
     }
-    if facts.interpret:
+    if static.interpret:
         scratch["staged_smem"] = plgpu.SMEM((*rows, tile.block_kv), dtype, transforms=layout)
     results: dict[str, jax.ShapeDtypeStruct] = {}
-    for band in range(len(facts.bands)):
+    for band in range(len(static.bands)):
         results[f"out {band}"] = jax.ShapeDtypeStruct(q.shape, dtype)
         results[f"lse {band}"] = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     grid = B, N, T // tile.block_q
-    return mosaic_block.launch_blocks(_Block, facts, operands, results, scratch, grid, KERNEL_NAME)
+    return mosaic_block.launch_blocks(_Block, static, operands, results, scratch, grid, KERNEL_NAME)
 
 
 class _Block(QueryBlock):
@@ -88,7 +88,7 @@ class _Block(QueryBlock):
         self.wait("v_ready", 0)  # the first tile has none before it: 0 v
         pl.when(self.warpgroup == 1)(self._meet)
         step = jnp.int32(0)
-        for band in range(len(self.facts.bands)):
+        for band in range(len(self.static.bands)):
             step, state = self.sweep(band, step, state, functools.partial(self._attend, band))
             self._write(state, step - 1, self.refs[f"out {band}"], self.refs[f"lse {band}"])
         self.arrive("v_free", self.slot(step - 1))
@@ -107,7 +107,7 @@ class _Block(QueryBlock):
     def _attend(self, band: int, state: _State, step: jax.Array, tile: jax.Array | None) -> _State:
         """The state after one tile, which is masked if it is given."""
         peak, total, acc, before = state
-        scale, slot = self.facts.scale * LOG2E, self.slot(step)
+        scale, slot = self.static.scale * LOG2E, self.slot(step)
 
         def softmax(score: jax.Array) -> tuple[jax.Array, ...]:
             self.arrive("k_free", slot)
@@ -173,7 +173,7 @@ class _Block(QueryBlock):
             self._meet()
             return scores[...]
 
-        if self.facts.interpret:
+        if self.static.interpret:
             (acc,) = mosaic_block.add_products([(acc, before, values)], self.staged)
             score = pl.run_scoped(alone, plgpu.WGMMAAccumulatorRef(self.shape))
             return acc, *softmax(score)

@@ -1,5 +1,5 @@
-"""Which tiles of keys a tile of queries visits, and which tiles of queries a tile of keys, in each
-band of distances; where documents begin and end.
+"""The tiles of keys that a tile of queries visits, and the tiles of queries that visit a tile of
+keys, in each band of distances; the begin and end of documents.
 
 A tile is visited if it may hold a visible pair. In an *inner* tile every pair is visible: kernels
 apply no mask there. The inner tiles of a query tile are contiguous; before and after them come
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from ttcd_kernels.windows import Windows
 
@@ -24,18 +25,18 @@ def bands(windows: Windows) -> tuple[Band, Band]:
 
 
 class Documents(NamedTuple):
-    """Facts of each position [B, S] int32."""
+    """The document of each position."""
 
-    ids: jax.Array
-    start: jax.Array  # of its run of equal ids
-    end: jax.Array  # the run's last position
-    first_seen: jax.Array  # the first key that a query here may see
-    last_seeing: jax.Array  # the last query that may see a key here
+    ids: Int[Array, "B S"]
+    start: Int[Array, "B S"]  # of its run of equal ids
+    end: Int[Array, "B S"]  # the run's last position
+    first_seen: Int[Array, "B S"]  # the first key that a query here may see
+    last_seeing: Int[Array, "B S"]  # the last query that may see a key here
 
 
-def documents(segment_ids: jax.Array) -> Documents:
-    """From ids [B, S]. In a row whose ids never fall a query sees its own run at most; elsewhere a
-    document may come again, and any earlier key be of it."""
+def documents(segment_ids: Int[Array, "B S"]) -> Documents:
+    """The documents of rows, in int32. In a row whose ids never fall a query sees its own run at
+    most; elsewhere a document may come again, and any earlier key be of it."""
     ids = segment_ids.astype(jnp.int32)
     position = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     is_end = jnp.concatenate([ids[:, 1:] != ids[:, :-1], jnp.ones_like(ids[:, :1], bool)], 1)
@@ -55,9 +56,9 @@ def key_tiles(
     block_q: int,
     block_kv: int,
     rows: Documents | None = None,
-) -> jax.Array:
-    """[B or 1, query tiles, bands, 4] int32: start, inner start, inner stop and stop of the key
-    tiles that each tile of queries visits. The queries are the last of the positions."""
+) -> Int[Array, "B tiles bands 4"]:
+    """Of each tile of queries, for B rows or all alike (B = 1), in int32: start, inner start, inner
+    stop and stop of the key tiles that it visits. The queries are the last of the positions."""
     first = jnp.arange(num_keys - num_queries, num_keys, block_q, dtype=jnp.int32)[None]
     last = jnp.minimum(first + block_q, num_keys) - 1
     seen = clear = jnp.zeros_like(first)  # all queries of the tile see the keys from `clear` on
@@ -81,10 +82,10 @@ def query_tiles(
     block_q: int,
     block_kv: int,
     rows: Documents | None = None,
-) -> jax.Array:
-    """[B or 1, key tiles, bands, 4] int32: start, inner start, inner stop and stop of the query
-    tiles that visit each tile of keys. Rows after the last query count as seeing every key: they
-    are zeros, and add nothing."""
+) -> Int[Array, "B tiles bands 4"]:
+    """Of each tile of keys, for B rows or all alike (B = 1), in int32: start, inner start, inner
+    stop and stop of the query tiles that visit it. Rows after the last query count as seeing every
+    key: they are zeros, and add nothing."""
     first = jnp.arange(0, num_keys, block_kv, dtype=jnp.int32)[None]
     last = jnp.minimum(first + block_kv, num_keys) - 1
     halo = num_keys - num_queries

@@ -342,7 +342,7 @@ def dual_window_backward_kv(
             position = row + (S - T)
             low = tl.where(is_far, student_window, 0)
             width = tl.where(is_far, teacher_window - student_window, student_window)
-            # One comparison for both ends of the band: what is below 0 is large without a sign.
+            # One comparison for both ends of the band: a number below 0 is large without a sign.
             distance = position[None, :] - (key[:, None] + low)
             visible = distance.to(tl.uint32, bitcast=True) < width.to(tl.uint32)
             if HAS_SEGMENTS:

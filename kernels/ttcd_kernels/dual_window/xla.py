@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from ttcd_kernels.dual_window.cotangents import QKV, Residuals, by_band, with_gradients
-from ttcd_kernels.windows import Results, Windows
+from ttcd_kernels.dual_window.cotangents import QKV, with_gradients
+from ttcd_kernels.windows import Ids, Keys, Queries, Results, Windows
 
 _MAX_SCORE_ELEMENTS = 1 << 24  # one block's scores: 64 MiB in float32
 _MIN_BLOCK, _MAX_BLOCK = 16, 128
@@ -29,18 +29,16 @@ _EFFICIENT_BLOCK = 64
 
 
 class _Shape(NamedTuple):
-    """Static facts of a call. Windows are at most the number of keys; `block` rows per step."""
+    """Static sizes of a call."""
 
-    teacher_window: int
-    student_window: int  # equal to teacher_window: one window only, the far band is empty
-    scale: float
-    block: int
+    windows: Windows  # at most the number of keys; equal ones: the far band is empty
+    block: int  # queries per step
     halo: int  # keys before the first query
     num_keys: int  # with those that fill the last block
 
     @property
     def has_far(self) -> bool:
-        return self.student_window < self.teacher_window
+        return self.windows.student < self.windows.teacher
 
 
 def block_rows(batch_heads: int, length: int, window: int) -> int:
@@ -57,26 +55,25 @@ def block_rows(batch_heads: int, length: int, window: int) -> int:
     return min(block, length)
 
 
-def dual_window(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
-) -> Results:
+def dual_window(q: Queries, k: Keys, v: Keys, segment_ids: Ids | None, windows: Windows) -> Results:
     """All four results of the call, differentiable through all of them.
 
     The first queries see fewer keys than the window has. Where they fill eight blocks and a quarter
-    of the row, they, at most half the row, are a call of their own (recursively), which saves most
-    of their masked products; not where the halo is half the window or more, since little is saved
-    and each call may copy the keys.
+    of the row, they, at most half the row, are a separate call (recursively), which saves most of
+    their masked products; not where the halo is half the window or more, since little is saved and
+    each call may copy the keys.
     """
     T, S = q.shape[1], k.shape[1]
     early = min(windows.teacher - (S - T), T)
     few = early < max(8 * _shape(windows, q, k).block, T // 4)
+    passes = functools.partial(_forward, windows), functools.partial(gradients, windows)
     if few or windows.teacher <= 2 * (S - T):
-        return with_gradients(_forward, gradients, windows, q, k, v, segment_ids)
+        return with_gradients(*passes, q, k, v, segment_ids)
     early = min(early, T // 2)
     seen = S - T + early
     ids = None if segment_ids is None else segment_ids[:, :seen]
     first = dual_window(q[:, :early], k[:, :seen], v[:, :seen], ids, windows)
-    rest = with_gradients(_forward, gradients, windows, q[:, early:], k, v, segment_ids)
+    rest = with_gradients(*passes, q[:, early:], k, v, segment_ids)
     whole = (jnp.concatenate(parts, axis=1) for parts in zip(first, rest, strict=True))
     return cast(Results, tuple(whole))
 
@@ -86,7 +83,7 @@ def _shape(windows: Windows, q: jax.Array, k: jax.Array) -> _Shape:
     S = k.shape[1]
     windows = windows.within(S)
     block = block_rows(B * N, T, windows.teacher)
-    return _Shape(*windows, block, S - T, S + -T % block)
+    return _Shape(windows, block, S - T, S + -T % block)
 
 
 def _product(operand: jax.Array, result: Any) -> Any:
@@ -170,16 +167,16 @@ def _forward(
         return _ungrouped(acc / total), _ungrouped(peak + jnp.log(total))[..., 0]
 
     def one_block(results: Any, index: jax.Array) -> tuple[Any, None]:
-        # Under `jax.checkpoint` what does not depend on q, the masks of all blocks, would be kept
-        # for the backward: T S bytes per head.
+        # Under `jax.checkpoint` arrays without q, the masks of all blocks, would be kept for the
+        # backward: T S bytes per head.
         index, queries = jax.lax.optimization_barrier((index, _take(q, index * c, c)))
         row = index * c
-        every = _band(shape, ids, index, 0, shape.teacher_window)
+        every = _band(shape, ids, index, 0, shape.windows.teacher)
         keys = jax.lax.optimization_barrier(every.rows(k))
-        score = dot("BKGTH,BKSH->BKGTS", _grouped(queries, K), keys) * shape.scale
+        score = dot("BKGTH,BKSH->BKGTS", _grouped(queries, K), keys) * shape.windows.scale
         found = attend(score, every)
         if shape.has_far:
-            near = _band(shape, ids, index, 0, shape.student_window)
+            near = _band(shape, ids, index, 0, shape.windows.student)
             found += attend(_take(score, near.start - every.start, near.columns, 4), near)
         return tuple(_put(x, part, row) for x, part in zip(results, found, strict=True)), None
 
@@ -191,58 +188,42 @@ def _forward(
     return teacher, student, teacher_lse, student_lse
 
 
-def gradients(windows: Windows, saved: Residuals, cotangents: Results) -> QKV:
-    """dq, dk, dv from the results' cotangents, whichever implementation computed the results."""
-    shape = _shape(windows, saved.q, saved.k)
-    (T, S), c = (saved.q.shape[1], saved.k.shape[1]), shape.block
-    state = saved.teacher_lse.dtype
-    bands = by_band(saved, cotangents)
-    near = bands.near_out, bands.near_delta, saved.student_lse
-    far = bands.far_out, bands.far_delta, saved.teacher_lse
-    rows = [_pad_rows(x, -T % c) for x in (saved.q, *near, *(far if shape.has_far else ()))]
-    k, v = (_pad_rows(x, -T % c) for x in (saved.k, saved.v))
-    ids = None if saved.segment_ids is None else _pad_rows(saved.segment_ids, -T % c)
+def gradients(windows: Windows, *arrays: Any) -> QKV:
+    """dq, dk, dv from the arrays of `cotangents.backward_operands`: five matrix products per block
+    of queries."""
+    q, k, v, segment_ids, *of_bands = arrays
+    shape = _shape(windows, q, k)
+    (T, S), c, state = (q.shape[1], k.shape[1]), shape.block, of_bands[-1].dtype
+    rows = [_pad_rows(x, -T % c) for x in (q, *of_bands[: 3 * (1 + shape.has_far)])]
+    k, v = (_pad_rows(x, -T % c) for x in (k, v))
+    ids = None if segment_ids is None else _pad_rows(segment_ids, -T % c)
+    dot, K, scale = _product(q, state), k.shape[2], shape.windows.scale
+    w_T, w_S, _ = shape.windows
 
     def one_block(totals: Any, index: jax.Array) -> tuple[Any, None]:
-        block = [_grouped(_take(x, index * c, c), k.shape[2]) for x in rows]
-        return _backward_block(shape, index, block, k, v, ids, totals), None
+        dq, dk, dv = totals
+        q, *of_bands = (_grouped(_take(x, index * c, c), K) for x in rows)
+        every = _band(shape, ids, index, 0, w_T)
+        score = dot("BKSH,BKGTH->BKSGT", every.rows(k), q) * scale
+        d_score = jnp.zeros_like(score)
+        for nearest, reach in ((0, w_S), (w_S, w_T))[: 1 + shape.has_far]:
+            band = _band(shape, ids, index, nearest, reach)
+            offset = band.start - every.start
+            (d_out, D, lse), of_bands = of_bands[:3], of_bands[3:]
+            weight = jnp.exp(_take(score, offset, band.columns, 2) - lse[:, :, None])
+            weight = jnp.where(band.mask.swapaxes(1, 2)[:, None, :, None], weight, 0)
+            d_weight = dot("BKSH,BKGTH->BKSGT", band.rows(v), d_out)
+            d_values = dot("BKSGT,BKGTH->BKSH", weight.astype(k.dtype), d_out)
+            dv = _add(dv, d_values.swapaxes(1, 2), band.start)
+            part = weight * (d_weight - D[:, :, None]) * scale
+            d_score = _add(d_score, part, offset, axis=2)
+        d_score = d_score.astype(k.dtype)
+        k_BKHS = jax.lax.optimization_barrier(every.rows(k).swapaxes(2, 3))
+        dq_block = jnp.moveaxis(dot("BKHS,BKSGT->BKHGT", k_BKHS, d_score), 2, -1)
+        d_keys = dot("BKSGT,BKGTH->BKSH", d_score, q)
+        dk = _add(dk, d_keys.swapaxes(1, 2), every.start)
+        return (_put(dq, _ungrouped(dq_block), index * c), dk, dv), None
 
     empty = jnp.zeros_like(rows[0]), jnp.zeros(k.shape, state), jnp.zeros(k.shape, state)
     (dq, dk, dv), _ = jax.lax.scan(one_block, empty, jnp.arange(rows[0].shape[1] // c))
     return dq[:, :T], dk[:, :S].astype(k.dtype), dv[:, :S].astype(v.dtype)
-
-
-def _backward_block(
-    shape: _Shape,
-    index: jax.Array,
-    rows: list[jax.Array],
-    k: jax.Array,
-    v: jax.Array,
-    ids: jax.Array | None,
-    totals: tuple[jax.Array, jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`totals`, the dq, dk, dv of the blocks before, with this one's: five matrix products."""
-    q, *rows = rows
-    dq, dk, dv = totals
-    dtype, w_T, w_S = k.dtype, shape.teacher_window, shape.student_window
-    dot = _product(q, dk.dtype)
-    every = _band(shape, ids, index, 0, w_T)
-    score = dot("BKSH,BKGTH->BKSGT", every.rows(k), q) * shape.scale
-    d_score = jnp.zeros_like(score)
-    for nearest, reach in ((0, w_S), (w_S, w_T))[: 1 + shape.has_far]:
-        band = _band(shape, ids, index, nearest, reach)
-        offset = band.start - every.start
-        (d_out, D, lse), rows = rows[:3], rows[3:]
-        weight = jnp.exp(_take(score, offset, band.columns, 2) - lse[:, :, None])
-        weight = jnp.where(band.mask.swapaxes(1, 2)[:, None, :, None], weight, 0)
-        d_weight = dot("BKSH,BKGTH->BKSGT", band.rows(v), d_out)
-        d_values = dot("BKSGT,BKGTH->BKSH", weight.astype(dtype), d_out)
-        dv = _add(dv, d_values.swapaxes(1, 2), band.start)
-        part = weight * (d_weight - D[:, :, None]) * shape.scale
-        d_score = _add(d_score, part, offset, axis=2)
-    d_score = d_score.astype(dtype)
-    k_BKHS = jax.lax.optimization_barrier(every.rows(k).swapaxes(2, 3))
-    dq_block = jnp.moveaxis(dot("BKHS,BKSGT->BKHGT", k_BKHS, d_score), 2, -1)
-    d_keys = dot("BKSGT,BKGTH->BKSH", d_score, q)
-    dk = _add(dk, d_keys.swapaxes(1, 2), every.start)
-    return _put(dq, _ungrouped(dq_block), index * shape.block), dk, dv

@@ -19,6 +19,7 @@ from experiments.cli import CONFIG_DIR
 from experiments.studies.bench import layer, prefill
 from experiments.studies.bench import step as step_case
 from experiments.studies.bench.models import Models
+from experiments.studies.bench.prefill import Decode, Prefill
 from ttcd_jax.inference.advance import advance
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.models.config import TransformerConfig
@@ -127,7 +128,7 @@ def test_data_of_random_tokens_are_a_share_of_the_steps_of_a_node():
         gin=("ipttcd_760m.gin",), param=params, random_tokens=20_000, batches=2, rounds=1
     )
     for topology, devices in (("h100x64", 8), ("a100x4", 4)):
-        ((row,),) = step_case.measured_data(options.replace(topology=topology))
+        ((row,),) = options.replace(topology=topology).tables()
         assert row["tokens"] == 3 * 64
         assert row["rows/s"] == pytest.approx(row["tokens/s"] / 64)
         config = load_config(RunConfig, *options.gin, params, config_dir=CONFIG_DIR)
@@ -142,25 +143,25 @@ def test_memory_of_a_gradient_is_linear_in_length_and_remat_lowers_it():
     sizes = {"num_layers": 2, "lengths": (1024, 2048), "forms": ("blocked",)}
     sizes |= {"param": ("MemoryConfig.corrects_errors=False",)}
     options = layer.Layer(gin="recall.gin", remat=("none", "block"), max_seconds=0, **sizes)
-    (short, _), (long, recomputed) = layer.measured(options)
+    (short, _), (long, recomputed) = options.tables()
     assert long["temp bytes/token"] == pytest.approx(short["temp bytes/token"], rel=0.1)
     assert recomputed["temp MiB"] < long["temp MiB"]
     assert (long["ms"], long["note"]) == (None, "compiled only")
 
 
 def quick(case, **changes) -> Any:
-    return prefill.CASES[case].options(**prefill.CASES[case].quick | changes)
+    return case(**case.quick | changes)
 
 
 SWA = {"models": ("swa",), "lengths": (32,)}
 
 
 def test_what_would_take_too_long_is_not_run():
-    ((row,),) = prefill.measured_prefill(quick("prefill", **SWA, max_seconds=1e-12))
+    ((row,),) = quick(Prefill, **SWA, max_seconds=1e-12).tables()
     assert row["note"].startswith("compiled only: at least")
     assert row["ms"] is row["tokens/s"] is row["/ swa"] is None
     assert row["program MiB"] > row["state MiB"] > 0
-    ((row,),) = prefill.measured_decode(quick("decode", **SWA, max_seconds=0))
+    ((row,),) = quick(Decode, **SWA, max_seconds=0).tables()
     assert (row["ms a step"], row["note"]) == (None, "compiled only")
 
 
@@ -168,8 +169,7 @@ def test_the_bytes_of_a_program_are_those_of_the_piece_that_is_read():
     """Up to 12 tokens at once are one chunk of 8."""
     changes = {"models": ("ipttcd",), "lengths": (32,), "max_seconds": 0}
     (one,), (more,) = (
-        next(prefill.measured_prefill(quick("prefill", piece_size=size, **changes)))
-        for size in (8, 12)
+        next(quick(Prefill, piece_size=size, **changes).tables()) for size in (8, 12)
     )
     assert one["program MiB"] == more["program MiB"]
 
@@ -180,12 +180,12 @@ def test_what_runs_out_of_memory_is_recorded_and_other_errors_are_not(monkeypatc
 
     monkeypatch.setattr(prefill, "prefill", refuse)
     message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes."
-    ((row,),) = prefill.measured_prefill(quick("prefill", **SWA))
+    ((row,),) = quick(Prefill, **SWA).tables()
     assert row["note"] == f"out of memory: {message}"
     assert row["tokens/s"] is None
     message = "INTERNAL: a kernel failed"
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        list(prefill.measured_prefill(quick("prefill", **SWA)))
+        list(quick(Prefill, **SWA).tables())
 
 
 def test_logits_that_are_wrong_fail():
@@ -199,7 +199,7 @@ def test_logits_that_are_wrong_fail():
 
 
 def test_the_naive_form_calls_attention_once_per_window_and_only_there(monkeypatch):
-    options, calls = quick("prefill"), {}
+    options, calls = quick(Prefill), {}
     params = [*options.param[2:], "TransformerConfig.num_layers=2", "TransformerConfig.dim=16"]
     shape = load_config(TransformerConfig, options.gin, params, config_dir=CONFIG_DIR)
     attend = dual_window.CANDIDATES["xla"].run

@@ -1,4 +1,4 @@
-"""The command end to end: pairs of ways on a small run, what it writes, limits, mistakes."""
+"""The command end to end: pairs of variants on a small run, what it writes, limits, mistakes."""
 
 import contextlib
 import functools
@@ -31,13 +31,19 @@ PAIRS = {
     ),
 }
 MISTAKES = {
-    "same": ((REFERENCE,), 2, "are the same way"),
+    "same": ((f"{REFERENCE},float32",), 2, "are the same variant, xla, blocked, float32, forward"),
     "cannot run": (("triton",), 2, "implementation 'triton': "),
     "pieces": (("streamed:8,mosaic", ALL), 2, "implementation 'mosaic': "),
+    "part": (("cuda", ALL), 2, "'cuda' is not a part of a variant (attention: xla, triton"),
     "level": (("bfloat16", "--levels=all"), 2, "--levels: 'all' is not one of kernel"),
     "limit": (("bfloat16", "--levels=task", "--max_kl=1"), 2, "name it in --levels"),
-    "lengths": (("bfloat16", "--niah_lengths=4K"), 2, "--niah_lengths: '4K' is not a number"),
-    "task": (("bfloat16", "--niah_tasks=qa"), 2, "--niah_tasks: 'qa' is not one of niah_single_1"),
+    "lengths": (("bfloat16", "--niah_lengths=4K"), 2, "niah_lengths must be tuple[int, ...]"),
+    "task": (("bfloat16", "--niah_tasks=qa"), 2, "RULER has no task 'qa'"),
+    "option": (
+        ("bfloat16", "--lengths=64"),
+        2,
+        "has no option '--lengths=64': it takes batch_size=",
+    ),
     "short cell": (("bfloat16", "--levels=task", "--niah_lengths=64"), 2, "niah_single_1 takes"),
     "long row": (("bfloat16", "--seq_len=5000", ALL), 3, "no document fills a row: the longest"),
 }
@@ -52,8 +58,7 @@ def run_dir(tmp_path_factory):
         corpus=CorpusConfig(kind="text", path=str(text)), tokenizer=TokenizerConfig(), seq_len=40
     )
     directory = RunDirectory(tmp_path_factory.mktemp("run") / "run")
-    model = randomize(Transformer, MODEL, std=0.5)
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    params = nnx.to_pure_dict(nnx.state(randomize(Transformer, MODEL, std=0.5), nnx.Param))
     with contextlib.closing(Checkpoints(directory.checkpoints, model=MODEL)) as checkpoints:
         checkpoints.save(3, {"params": params})
     directory.write_import({"model": MODEL.to_dict(), "data": data.to_dict()}, {})
@@ -61,85 +66,97 @@ def run_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    return tmp_path_factory.mktemp("output")
-
-
-@pytest.fixture(scope="module")
-def run(run_dir, output):
-    """Runs a pair or a mistake by its name, once."""
+def run(run_dir, tmp_path_factory):
+    """Runs a pair or a mistake by its name, once; `form` and `streamed` into the run."""
+    output = tmp_path_factory.mktemp("output")
 
     @functools.cache
     def run(name):
         candidate, *flags = PAIRS[name] if name in PAIRS else MISTAKES[name][0]
-        small = "--max_rows=3", "--batch_size=2", f"--output={output / name}"
-        ways = f"--reference={REFERENCE}", f"--candidate={candidate}"
-        return commands.run("equivalence", f"--run_dir={run_dir}", *ways, *small, *flags)
+        flags += ["--max_rows=3", "--batch_size=2"]
+        folder = run_dir / "eval" if name in ("form", "streamed") else output / name
+        if folder.parent == output:
+            flags.append(f"--output={folder}")
+        variants = f"--reference={REFERENCE}", f"--candidate={candidate}"
+        return commands.run("equivalence", f"--run_dir={run_dir}", *variants, *flags), folder
 
     return run
 
 
 @pytest.fixture
-def report(run, output):
-    def report(name, status=0):
-        result = run(name)
+def tables(run):
+    """The rows of every level by their first column."""
+
+    def tables(name, status=0):
+        result, folder = run(name)
         assert result.returncode == status, result.stderr
-        assert f"written to {output / name}" in result.stdout
-        found = json.loads((output / name / "equivalence.json").read_text())
-        pictures = list((output / name).glob("*.png"))
-        assert {path.stem for path in pictures} == found.keys() & {"kernel", "distribution", "task"}
-        assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+        found = {}
+        for line in result.stdout.splitlines():
+            if (path := line.removeprefix(f"written to {folder}/")) == line:
+                continue
+            stored = json.loads((folder / path / "results.json").read_text())
+            assert (stored["step"], stored["facts"]["environment"]["device"]) == (3, "cpu")
+            assert stored["options"]["reference"] == REFERENCE
+            task = stored["task"]
+            assert (folder / path / f"{task}.png").read_bytes().startswith(b"\x89PNG")
+            assert (folder / path / "results.csv").exists()
+            rows = [[*row.values()] for row in stored["table"]]
+            found[task.removeprefix("equivalence_")] = {
+                row[0]: dict(zip([*stored["table"][0]][1:], row[1:], strict=True)) for row in rows
+            }
         return found
 
-    return report
+    return tables
 
 
-def test_forms_and_paths_agree(report):
+def test_forms_and_paths_agree(tables):
     for name in ("form", "decoded", "streamed"):
-        found = report(name)
-        assert (found["step"], found["seq_len"]) == (3, 40)
-        assert found["environment"]["device"] == "cpu"
-        assert found["reference"] != found["candidate"]
-        distribution = found["distribution"]
-        assert (distribution["rows"], distribution["tokens"]) == (3, 120)
-        assert distribution["kl"]["max"] < 1e-9
-        assert distribution["flip_share"] == 0
-        assert abs(distribution["reference_nll"] - distribution["candidate_nll"]) < 1e-6
-    assert report("form")["distribution"]["kl"]["max"] > 0
-    outputs = [row["outputs of"] for row in report("form")["kernel"]["outputs"]]
-    assert outputs == ["layer 0", "whole model"]
-    streamed = report("streamed")["kernel"]
-    (whole,) = streamed["outputs"]
-    assert streamed["tokens"] == 80
-    assert whole["max_relative_error"] < 1e-5
-    assert "kernel" not in report("decoded")
+        distribution = tables(name)["distribution"]
+        assert distribution["KL (nats)"]["max"] < 1e-9
+        assert distribution["flips of the likeliest token"]["mean"] == 0
+        assert abs(distribution["the candidate's loss less it"]["mean"]) < 1e-6
+    assert tables("form")["distribution"]["KL (nats)"]["max"] > 0
+    assert [*tables("form")["kernel"]] == ["layer 0", "whole model"]
+    streamed = tables("streamed")["kernel"]
+    assert [*streamed] == ["whole model"]
+    assert streamed["whole model"]["max_relative_error"] < 1e-5
+    assert [*tables("decoded")] == ["distribution"]
 
 
-def test_precision_shows_at_every_level_and_a_limit_stops(run, report):
-    found = report("precision", status=1)
-    assert 0 < found["distribution"]["kl"]["50%"] < 1e-2
-    assert 0 < found["kernel"]["outputs"][-1]["equal_share"] < 1
-    mean = found["distribution"]["kl"]["mean"]
-    assert run("precision").stderr == f"KL mean {mean:.3g} is above --max_kl 1e-09\n"
-    assert "layer 0" in run("precision").stdout
-    assert "KL (nats)" in run("precision").stdout
+def test_precision_shows_at_every_level_and_a_limit_stops(run, tables):
+    found = tables("precision", status=1)
+    kl = found["distribution"]["KL (nats)"]
+    assert 0 < kl["50%"] < 1e-2
+    assert 0 < found["kernel"]["whole model"]["equal_share"] < 1
+    result, _ = run("precision")
+    assert result.stderr == f"KL mean {kl['mean']:.3g} is above --max_kl 1e-09\n"
+    assert "layer 0" in result.stdout
+    assert "KL (nats)" in result.stdout
 
 
-def test_needles_are_answered_both_ways(run, report):
-    (cell,) = report("streamed")["task"]["cells"]
-    assert (cell["task"], cell["length"], cell["samples"]) == ("niah_single_1", 1024, 2)
-    assert cell["identical_share"] == 1
-    assert cell["reference_score"] == cell["candidate_score"]
-    assert "niah_single_1" in run("streamed").stdout
+def test_needles_are_answered_by_both(tables):
+    found = tables("streamed")["task"]["niah_single_1, 1,024"]
+    assert (found["samples"], found["identical_share"]) == (2, 1)
+    assert found["reference_score"] == found["candidate_score"]
+
+
+def test_the_report_shows_every_pair_under_its_run(run, tables, run_dir, tmp_path):
+    for name in ("form", "streamed"):
+        tables(name)
+    old = run_dir / "eval" / "equivalence"  # of an earlier version
+    old.mkdir()
+    (old / "equivalence.json").write_text("{}")
+    printed = commands.output("report", f"--run_dir={run_dir}", f"--output={tmp_path}")
+    assert printed.count("IP-TTCD, xla, attention, forward against xla, blocked, forward") == 2 + 6
+    for title in ("Units in the last place", "Next tokens", "Needles in a haystack"):
+        assert f"\n{title}" in printed
+    assert (tmp_path / "equivalence_kernel.png").exists()
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_before_anything_is_computed(run, output, name):
+def test_a_mistake_is_one_line_before_anything_is_computed(run, name):
     _, status, message = MISTAKES[name]
-    assert run(name).stdout == ""
-    assert message in commands.mistake(run(name), status)
-    report = output / name / "equivalence.json"
-    if name == "short cell":  # what was measured before it is kept
-        assert json.loads(report.read_text())["step"] == 3
-    else:
-        assert not report.parent.exists()
+    result, folder = run(name)
+    assert result.stdout == ""
+    assert message in commands.mistake(result, status)
+    assert not folder.exists()

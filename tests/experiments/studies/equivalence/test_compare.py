@@ -1,8 +1,7 @@
-"""Two ways to compute a run: equal ones are found equal, every change is found."""
+"""Two variants of a run: equal ones are found equal, every change is found."""
 
 import functools
 import re
-import types
 
 import definitions
 import jax
@@ -16,14 +15,19 @@ from small_models import config_of
 from ttcd_kernels.dispatch import Candidate
 from ttcd_kernels.dual_window import api
 
-from experiments.studies.equivalence import compare
-from experiments.studies.equivalence.compare import Distances, agreement, compare_layers
-from experiments.studies.equivalence.ways import Computed, Way, parse_way
+from experiments.studies.equivalence import tasks
+from experiments.studies.equivalence.tasks import Distances, Kernel, Needles, agreement
+from experiments.studies.equivalence.variants import Computed, Variant
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import NonFiniteError, UserError
+from ttcd_jax.inference.generate import Event
+from ttcd_jax.measure import scorer
+from ttcd_jax.measure.journal import Journal
+from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 from ttcd_jax.tasks.ruler.samples import Sample
+from ttcd_jax.tasks.ruler.task import Case
 from ttcd_jax.train.state import with_params
 
 CONFIG = config_of("ipttcd", window=6, student_window=3, precision=Precision())
@@ -33,7 +37,6 @@ ROWS = {
     name: np.random.default_rng(seed).integers(0, 11, (3, 14))
     for seed, name in enumerate(("tokens", "targets"))
 }
-TOKENIZER = ByteTokenizer()
 EXACT = {"equal_share": 1, "within_1_ulp": 1, "within_2_ulp": 1}
 EXACT |= {"max_ulp": 0, "max_relative_error": 0}
 
@@ -43,95 +46,82 @@ def _model(config=CONFIG):
     return randomize(Transformer, config, std=0.3)
 
 
-def _computed(*parts, config=CONFIG):
-    return Computed(parse_way(parts), _model(config))
+def _computed(text="forward", config=CONFIG):
+    return Computed(Variant.parse(text), _model(config))
 
 
 def _changed(change, config=CONFIG):
     """The run with parameters that `change` changed in place."""
     params = nnx.to_pure_dict(nnx.state(_model(), nnx.Param))
     change(params)
-    return Computed(Way(), with_params(config, params))
+    return Computed(Variant(), with_params(config, params))
 
 
-def _layers(reference, candidate):
-    """The rows of `compare_layers` by what they are of."""
-    rows = compare_layers(reference, candidate, ROWS["tokens"])
-    return {row.pop("outputs of"): row for row in rows}
+def _by_row(cells):
+    rows = {}
+    for row, column, value in cells:
+        rows.setdefault(row, {})[column] = value
+    return rows
 
 
-def _predictions(reference, candidate):
-    return compare.compare_predictions(reference, candidate, ROWS, batch_size=2)
+def _layers(*pair):
+    return _by_row(Kernel(batch_size=3).compare(pair, ROWS, None))
 
 
-# --------------------------------------------------------------------------------- ways
+def _predictions(*pair):
+    return tasks.predictions(pair, ROWS, batch_size=2)
 
 
-def test_parts_name_a_way():
-    assert parse_way([]) == Way()
-    found = parse_way(["xla", "float32", "attention", "streamed:512"])
-    assert found == Way(attention="xla", compute="float32", form="attention", piece_size=512)
-    assert found.resolved(CONFIG) == {
-        "attention": "xla",
-        "form": "attention",
-        "compute": "float32",
-        "path": "streamed",
-        "piece_size": 512,
-    }
-    assert Way().applied(CONFIG) == CONFIG
-    assert parse_way(["bfloat16", "decoded"]).resolved(DELTA)["form"] is None
+# ----------------------------------------------------------------------------- variants
+
+
+def test_parts_name_a_variant():
+    assert Variant.parse("forward") == Variant()
+    found = Variant.parse("xla,float32,attention,streamed:512")
+    assert found == ("xla", "attention", "float32", 512)
+    assert str(found) == "xla, attention, float32, streamed:512"
+    applied = found.applied(CONFIG)
+    assert (applied.attention_implementation, applied.memory.form) == ("xla", "attention")
+    assert applied.precision.compute == "float32"
+    assert Variant().applied(CONFIG) == CONFIG
+    assert str(Variant.parse("streamed:1")) == "decoded"
+    assert (Kernel().batch_size, Kernel().max_rows, Needles().niah_samples) == (1, 64, 8)
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (["cuda"], "'cuda' is no part of a way to compute (attention: xla, triton"),
-        (["xla", "mosaic"], "'xla' and 'mosaic' are both attention: name one"),
-        (["decoded", "forward"], "'decoded' and 'forward' are both path"),
-        (["decoded:4"], "'decoded:4': only streamed takes a number of tokens"),
-        (["streamed:x"], "'streamed:x': only streamed takes a number of tokens"),
-        (["streamed:0"], "piece_size 0 must be at least 1"),
+        ("cuda", "'cuda' is not a part of a variant (attention: xla, triton"),
+        ("xla,mosaic", "'xla' and 'mosaic' are both attention: name one"),
+        ("decoded,forward", "'decoded' and 'forward' are both path"),
+        ("decoded:4", "'decoded:4': only streamed takes a number of tokens"),
+        ("streamed:x", "'streamed:x': only streamed takes a number of tokens"),
+        ("streamed:0", "'streamed:0': only streamed takes a number of tokens"),
     ],
 )
-def test_parts_that_name_no_way_are_refused(parts, message):
+def test_parts_that_name_no_variant_are_refused(parts, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        parse_way(parts)
+        Kernel(candidate=parts)
 
 
-def test_a_way_that_a_run_lacks_is_refused():
+def test_a_variant_that_a_run_lacks_is_refused():
     with pytest.raises(UserError, match="method 'lact' has no memory with forms"):
-        Way(form="blocked").applied(DELTA.replace(method="lact"))
+        Variant(form="blocked").applied(DELTA.replace(method="lact"))
     with pytest.raises(UserError, match="JAX_ENABLE_X64=1"):
-        Way(compute="float64").applied(CONFIG)
+        Variant(compute="float64").applied(CONFIG)
     with pytest.raises(ValueError, match="implementation 'triton'"):
-        _computed("triton").check(1, 14, decodes=False)
-    ahead = CONFIG.replace(memory=CONFIG.memory.replace(is_conv_causal=False))
-    _computed(config=ahead).check(1, 14, decodes=False)
+        _computed("triton").hidden(ROWS["tokens"])
+    ahead = _computed(
+        "streamed", CONFIG.replace(memory=CONFIG.memory.replace(is_conv_causal=False))
+    )
     with pytest.raises(UserError, match="not there yet"):
-        _computed(config=ahead).check(1, 14, decodes=True)
+        ahead.hidden(ROWS["tokens"])
 
 
 def test_hidden_states_that_are_not_finite_are_named():
     broken = _changed(lambda params: params.update(final_norm=jnp.full(8, jnp.inf)))
     with pytest.raises(NonFiniteError, match="row 0, position 0 is not finite"):
         broken.hidden(ROWS["tokens"])
-
-
-def test_every_path_writes_the_tokens_of_a_pass_per_token():
-    prompts = [row[:length] for row, length in zip(ROWS["tokens"], (8, 4), strict=False)]
-    expected = []
-    for prompt in prompts:
-        tokens = np.zeros((1, 24), np.int64)
-        tokens[0, : len(prompt)] = prompt
-        for position in range(len(prompt), len(prompt) + 12):
-            logits = _model(SHALLOW).logits(_computed(config=SHALLOW).hidden(tokens))
-            tokens[0, position] = logits[0, position - 1].argmax()
-        expected.append(tokens[0, len(prompt) : len(prompt) + 12])
-    assert np.unique(expected).size > 2
-    for path in ("forward", "streamed:4", "decoded"):
-        draft = np.zeros((2, 12), np.int32)
-        found = _computed(path, config=SHALLOW).greedy(prompts, 12, 24, draft)
-        np.testing.assert_array_equal(found, expected)
 
 
 # ------------------------------------------------------------------------------- layers
@@ -141,17 +131,18 @@ def test_units_are_those_of_the_narrower_dtype():
     x = jnp.asarray([1.0, -2.0, 3.0, 2**-126], jnp.bfloat16)
     wide = x.astype(jnp.float32) * jnp.asarray([1, 1 + 2**-7, 1 + 2**-6, -1], jnp.float32)
     for pair in ((x, wide), (wide, x)):
-        found = agreement(*pair)
+        found = _by_row(agreement("x", *pair))["x"]
         assert (found["equal_share"], found["within_1_ulp"]) == (0.25, 0.5)
         # 3 has exponent 1: 3 / 64 are three of its units of 1 / 64. Signs are far apart.
         assert found["within_2_ulp"] == 0.5
         assert found["max_ulp"] == 2 * 128
     with jax.enable_x64(True):
         x = jnp.asarray([1.0, -1e300])
-        assert agreement(x, x * jnp.asarray([1 + 2**-52, -1.0]))["within_1_ulp"] == 0.5
+        found = _by_row(agreement("x", x, x * jnp.asarray([1 + 2**-52, -1.0])))["x"]
+        assert found["within_1_ulp"] == 0.5
 
 
-def test_a_way_and_itself_are_the_same_to_the_last_bit():
+def test_a_variant_and_itself_are_the_same_to_the_last_bit():
     same = _layers(_computed(), _computed())
     assert same == dict.fromkeys(("layer 0", "layer 1", "whole model"), EXACT)
     compared = _predictions(_computed(), _computed())
@@ -220,14 +211,14 @@ def _expected(reference, candidate, heads, targets):
 def test_distances_are_those_of_all_logits_in_float64(monkeypatch, scale, noise, tolerance):
     """Also where float32 holds the distance in its last digits, and where probabilities vanish; in
     blocks of four positions, the last one incomplete."""
-    monkeypatch.setattr(compare, "_LOGITS", 4 * 37)
+    monkeypatch.setattr(tasks, "_LOGITS", 4 * 37)
     rng = np.random.default_rng(0)
     h, heads = rng.standard_normal((3, 5, 8)), rng.standard_normal((2, 37, 8))
     h, heads = np.float32(scale * h), np.float32(heads)
     heads[1] = heads[0]
     other = np.float32(h + noise * rng.standard_normal(h.shape))
     targets = rng.integers(0, 37, (3, 5))
-    found = compare.distances(h, other, *heads, targets)
+    found = tasks.distances(h, other, *heads, targets)
     for ours, theirs in zip(found, _expected(h, other, heads, targets), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=1e-6 * noise)
     assert np.asarray(found.kl).min() >= 0
@@ -237,54 +228,40 @@ def test_the_summary_is_of_all_positions():
     rng = np.random.default_rng(0)
     kl = np.float32(10 ** rng.uniform(-10, 0, (4, 100)))
     flips = rng.random((4, 100)) < 0.1
-    found = compare.summarize(Distances(kl, kl / 2, flips, kl + 1, kl + 2))
-    assert (found["rows"], found["tokens"]) == (4, 400)
-    assert found["kl"]["mean"] == pytest.approx(kl.mean())
-    assert found["kl"]["50%"] == pytest.approx(np.median(kl))
-    assert found["kl"]["max"] == kl.max()
-    assert found["candidate_nll"] - found["reference_nll"] == pytest.approx(1)
-    buckets = found["by_position"]
-    assert [(row["start"], row["stop"]) for row in buckets] == [(0, 32), (32, 64), (64, 100)]
-    flipped = sum(row["flip_share"] * row["tokens"] for row in buckets)
+    found = _by_row(tasks.summarize(Distances(kl, kl / 2, flips, kl + 1, kl + 2)))
+    assert found[tasks.KL]["mean"] == pytest.approx(kl.mean())
+    assert found[tasks.KL]["50%"] == pytest.approx(np.median(kl))
+    assert found[tasks.KL]["max"] == kl.max()
+    assert found["the candidate's loss less it"]["mean"] == pytest.approx(1, rel=1e-6)
+    places = {"0-31": 32, "32-63": 32, "64-99": 36}
+    assert found.keys() >= places.keys()
+    flipped = sum(4 * found[place][tasks.FLIPS] * size for place, size in places.items())
     assert flipped == pytest.approx(flips.sum())
-    assert found["flip_share"] == pytest.approx(flips.mean())
+    assert found[tasks.FLIPS]["mean"] == found["all"][tasks.FLIPS] == pytest.approx(flips.mean())
 
 
 # --------------------------------------------------------------------------------- answers
 
 
-class _Way:
-    """Answers sample i with `texts[i]`, then the end of the document, then noise."""
+def test_needles_compare_two_evaluations_sample_by_sample(monkeypatch, tmp_path):
+    """Each by the scorer, in the pieces of its variant (all of a prompt for whole rows), of which
+    the journal keeps the answers apart."""
+    samples = [Sample(f"text {i}", " is", ("one", "two")) for i in (0, 1)]
+    cases = [Case("niah_single_1", 400, i, sample) for i, sample in enumerate(samples)]
+    texts, sizes = {2**24: ("one TWO", "One, two"), 4: ("one TWO", "two")}, []
 
-    def __init__(self, path, texts, noise):
-        self.way = types.SimpleNamespace(path=path)
-        self.texts, self.noise, self.drafts = texts, noise, []
+    def generate(model, tokenizer, requests, *, state, piece_size):
+        assert [request.sampling.temperature for request in requests] == [0, 0]
+        sizes.append(piece_size)
+        return [Event(row, text, None, "eos") for row, text in enumerate(texts[piece_size])]
 
-    def greedy(self, prompts, num_tokens, length, draft):
-        assert draft.shape == (len(prompts), num_tokens) == (len(prompts), 128)
-        assert length == 400
-        self.drafts.append(draft)
-        found = np.full((len(prompts), num_tokens), self.noise)
-        for row, prompt in zip(found, prompts, strict=True):
-            assert prompt[0] == TOKENIZER.bos_id
-            ids = TOKENIZER.encode(self.texts[TOKENIZER.decode(prompt)])
-            row[: len(ids) + 1] = [*ids, TOKENIZER.eos_id]
-        return found
-
-
-def test_answers_have_both_scores_and_the_share_that_is_equal():
-    samples = [Sample(f"text {i}", " is", ("One", "two"), 9, i) for i in range(3)]
-    prompts = [sample.prompt for sample in samples]
-    reference = _Way("forward", dict.fromkeys(prompts, "one TWO"), 1)
-    candidate = _Way("streamed", reference.texts | {prompts[1]: "one"}, 2)
-    sizes = {"length": 400, "batch_size": 2}
-    ways = reference, candidate
-    assert compare.compare_answers(*ways, "niah_multivalue", samples, TOKENIZER, **sizes) == {
-        "samples": 3,
-        "reference_score": 100.0,
-        "candidate_score": pytest.approx(100 * 2.5 / 3),
-        "identical_share": pytest.approx(2 / 3),  # tokens after the end do not count
-    }
-    # A way with a state answers first; the forward passes begin with its answer.
-    assert not candidate.drafts[0].any()
-    assert TOKENIZER.decode(reference.drafts[0][1]).startswith("one")
+    monkeypatch.setattr(scorer, "Generation", generate)
+    journal = Journal(tmp_path, [])
+    subject = Subject(_model(SHALLOW), ByteTokenizer(), {}, "run", journal=journal)
+    task = Needles(candidate="streamed:4", batch_size=2)
+    for _ in range(2):
+        assert task.table(task.series(subject, cases)) == [
+            {"task, length (tokens)": "niah_single_1, 400", "samples": 2}
+            | {"reference_score": 100, "candidate_score": 75, "identical_share": 0.5}
+        ]
+    assert sizes == [2**24, 4]

@@ -1,35 +1,50 @@
+"""Records, read from and written to files, and what is shown of them."""
+
+import copy
+import json
+
 import numpy as np
 import pytest
 
-from experiments.studies.mad.picture import draw_curves, mean_curve
-from experiments.studies.mad.report import best_run, footnotes, memory_table, score_table
-from experiments.studies.mad.tasks.settings import PUBLISHED
+from experiments.studies.mad import report
+from experiments.studies.mad.models import mad_config
+from experiments.studies.mad.records import (
+    Measures,
+    Point,
+    RecipeConfig,
+    Record,
+    Run,
+    gather,
+    read,
+    record_path,
+    write,
+)
+from experiments.studies.mad.report import best_run, footnotes, score_table
+from experiments.studies.mad.tasks import BASELINES, PUBLISHED
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.precision import Precision
+
+PRECISION = Precision(compute="float32")
 
 
-def run(accuracy, rate=1e-3, decay=0.0, seed=1, curve=(), **metrics):
-    points = [{"epoch": 1 + i, "macro_accuracy": x} for i, x in enumerate(curve)]
-    run = {"rate": rate, "weight_decay": decay, "seed": seed, "curve": points}
+def run(accuracy, rate=1e-3, decay=0.0, seed=1, curve=(), **measures):
+    losses = {"loss": 1.0, "training_loss": None}
+    points = [Point(epoch=1 + i, macro_accuracy=x, **losses) for i, x in enumerate(curve)]
+    facts = {"rate": rate, "weight_decay": decay, "seed": seed, "curve": points}
     if accuracy is None:
-        return run | {"failed_at": 7, "metrics": None}
-    metrics = {"macro_accuracy": accuracy, "micro_accuracy": accuracy / 2, "loss": 1.0} | metrics
-    return run | {"failed_at": None, "metrics": metrics}
+        return Run(**facts, failed_at=7, metrics=None)
+    scores = {"macro_accuracy": accuracy, "micro_accuracy": accuracy / 2, "loss": 1.0}
+    return Run(**facts, failed_at=None, metrics=Measures(**scores | measures))
 
 
-def record(task, setting, method, *runs, schedule="cosine"):
-    return {
-        "task": task,
-        "setting": setting,
-        "method": method,
-        "num_train": 640,
-        "num_test": 320,
-        "published_num_train": 12_800,
-        "epochs": 2,
-        "steps": 40,
-        "recipe": {"batch_size": 32, "schedule": schedule},
-        "model": {"precision": {"compute": "float32"}, "init_std": 0.1},
-        "environment": {"device": "a chip"},
-        "runs": list(runs),
-    }
+def record(task, setting, method, *runs, schedule="cosine", **changes):
+    data = BASELINES[task]
+    facts = {"task": task, "setting": setting, "method": method, "data": data}
+    facts |= {"num_train": 640, "num_test": 320, "published_num_train": 12_800, "epochs": 2}
+    facts |= {"steps": 40, "recipe": RecipeConfig(batch_size=32, schedule=schedule)}
+    facts |= {"model": mad_config(method, data, init_std=0.1, precision=PRECISION)}
+    facts |= {"environment": {"device": "a chip"}, "seconds": 1.5, "runs": runs}
+    return Record(**facts | changes)
 
 
 RECORDS = [
@@ -39,6 +54,10 @@ RECORDS = [
     record("compression", "default", "swa", run(0.25)),
     record("memorization", "default", "swa", run(None)),
 ]
+HELD = {"macro_accuracy_off": 0.1, "memory_ratio": (0.5, 1.0), "gate_mean": (0.5, 0.25)}
+WITH_MEMORY = record(
+    "compression", "default", "ipttcd", run(0.2, **HELD, key_rank=(3.0, 9.5), curve=(0.1, 0.2))
+)
 
 
 def test_a_score_is_the_mean_over_settings_of_the_best_run():
@@ -54,8 +73,8 @@ def test_a_score_is_the_mean_over_settings_of_the_best_run():
 def test_seeds_are_averaged_before_the_best_is_taken():
     runs = [run(0.9, seed=1), run(0.1, seed=2), run(0.6, 1e-4, seed=1), run(0.6, 1e-4, seed=2)]
     best = best_run(record("compression", "default", "swa", *runs))
-    assert best["rate"] == 1e-4
-    assert best["metrics"]["macro_accuracy"] == pytest.approx(0.6)
+    assert best.rate == 1e-4
+    assert best.means["macro_accuracy"] == pytest.approx(0.6)
     half_failed = [run(0.9, seed=1), run(None, seed=2)]
     assert best_run(record("compression", "default", "swa", *half_failed)) is None
 
@@ -63,19 +82,23 @@ def test_seeds_are_averaged_before_the_best_is_taken():
 def test_a_curve_is_the_mean_over_the_seeds_of_the_best_pair_in_steps():
     other = run(0.1, rate=1e-4, curve=(0.0, 0.1))
     pair = [run(0.5, seed=1, curve=(0.1, 0.5)), run(0.7, seed=2, curve=(0.3,))]
-    curve = mean_curve([record("compression", "default", "swa", other, *pair)])
+    both = [record("compression", "default", "swa", other, *pair), RECORDS[4]]
+    _, curve = report.means(both, "compression", "swa")
     np.testing.assert_allclose(curve, [[20, 0.2]])  # both seeds have it; 40 steps in 2 epochs
-    assert mean_curve([record("compression", "default", "swa", run(None))]).shape == (0, 2)
+    assert report.means(both, "memorization", "swa")[1].shape == (0, 2)
 
 
-def test_the_picture_has_a_panel_per_task_also_where_a_method_failed(tmp_path):
+def test_the_section_has_a_picture_with_a_panel_per_task_also_where_a_method_failed(tmp_path):
     tasks = ("compression", "memorization", "selective-copying", "in-context-recall")
     records = [record(task, "default", "ipttcd", run(0.5, curve=(0.1, 0.5))) for task in tasks]
     records.append(record("compression", "default", "swa", run(None)))
     sizes = []
     for count in (1, 5):
-        draw_curves(tmp_path / "curves.png", records[:count])
-        image = (tmp_path / "curves.png").read_bytes()
+        section = report.sweep_section(records[:count], tmp_path / "curves.png")
+        assert section.table == score_table(records[:count])
+        (picture,) = section.pictures
+        assert footnotes(records[:count])[-1] in picture.sentence
+        image = (tmp_path / picture.path).read_bytes()
         assert image.startswith(b"\x89PNG")
         sizes.append(int.from_bytes(image[20:24]))
     assert sizes[1] > 1.7 * sizes[0]  # four tasks take a second row
@@ -86,10 +109,11 @@ def test_footnotes_tell_the_budget_the_options_and_what_failed():
     assert "memorization 1 of 6, compression 2 of 11" in text
     budget = "40 steps (2 epochs) of 32 rows, 640 training rows (published: 12,800), 320 test rows"
     assert f"budget of memorization, compression: {budget}" in text
-    longer = record("selective-copying", "default", "swa", run(0.1)) | {"steps": 80}
-    text_of_both = "\n".join(footnotes([*RECORDS, longer]))
+    longer = [record("selective-copying", x, "swa", run(0.1), steps=80) for x in ("default", "x")]
+    longer[1] = longer[1].replace(steps=1600)
+    text_of_both = "\n".join(footnotes([*RECORDS, *longer]))
     assert f"budget of memorization, compression: {budget}" in text_of_both
-    assert "budget of selective-copying: 80 steps" in text_of_both
+    assert "budget of selective-copying: 80 to 1,600 steps" in text_of_both
     assert "2 of 7 not finite" in text
     assert "schedule cosine, score of the last epoch (published code: constant" in text
     assert "initial standard deviation 0.1 (published: 0.02)" in text
@@ -99,9 +123,7 @@ def test_footnotes_tell_the_budget_the_options_and_what_failed():
 
 
 def test_the_memory_table_has_the_accuracy_without_it():
-    held = {"macro_accuracy_off": 0.1, "memory_ratio": [0.5, 1.0], "gate_mean": [0.5, 0.25]}
-    with_memory = record("compression", "default", "ipttcd", run(0.2, **held, key_rank=[3.0, 9.5]))
-    (row,) = memory_table([with_memory, RECORDS[3]])
+    (row,) = report.memory_table([WITH_MEMORY, RECORDS[3]])
     assert (row["on"], row["off"]) == ("20.0", "10.0")
     assert (row["|eta S|/|W|"], row["beta"], row["key rank"]) == ("0.5 1", "0.5 0.25", "3 9.5")
 
@@ -111,3 +133,87 @@ def test_the_published_table():
     assert PUBLISHED["deltanet"]["compression"] == 42.3
     mean = sum(PUBLISHED["ipttcd"].values()) / 6
     assert mean == pytest.approx(82.07, abs=0.01)
+
+
+def test_a_file_has_the_record_and_nothing_that_does_not_exist(tmp_path):
+    for found in (WITH_MEMORY, RECORDS[0]):
+        write(tmp_path / "record.json", found)
+        assert read(tmp_path / "record.json") == found
+    source = json.loads((tmp_path / "record.json").read_text())
+    assert list(source)[:4] == ["task", "setting", "method", "data"]
+    assert source["runs"][2]["metrics"] is None
+    assert source["runs"][0] == {
+        "rate": 1e-3, "weight_decay": 0.0, "seed": 1, "failed_at": None, "curve": [],
+        "metrics": {"loss": 1.0, "macro_accuracy": 0.2, "micro_accuracy": 0.1},
+    }  # fmt: skip
+
+
+def places(value, path=()):
+    """The path of everything in JSON."""
+    yield path
+    named = dict(enumerate(value)) if isinstance(value, list) else value
+    for name, entry in named.items() if isinstance(named, dict) else ():
+        yield from places(entry, (*path, name))
+
+
+def test_damage_anywhere_is_found_when_a_record_is_read(tmp_path):
+    path, refusals = tmp_path / "damaged.json", []
+    write(path, WITH_MEMORY)
+    whole = json.loads(path.read_text())
+    _, *everywhere = places(whole)
+    for *parents, name in everywhere:
+        for damage in ([], {"a": 1}, "text", -1.5, None):
+            parent = source = copy.deepcopy(whole)
+            for above in parents:
+                parent = parent[above]
+            parent[name] = damage
+            if damage is None:
+                del parent[name]
+            path.write_text(json.dumps(source))
+            try:
+                found = [read(path)]
+            except DataError as error:
+                refusals.append(str(error))
+                continue
+            assert report.tables(found)  # and the curve of every method
+            assert report.means(found, found[0].task, found[0].method)[1].shape[1] == 2
+    assert all(f"{path} is damaged" in refusal for refusal in refusals)
+    assert len(refusals) > 3 * len(everywhere)
+
+
+def written(sweep, *records):
+    for each in records:
+        write(record_path(sweep, each), each)
+    return sweep
+
+
+def test_sweeps_are_shown_together_unless_they_overlap(tmp_path):
+    own, other = written(tmp_path / "own", RECORDS[0]), written(tmp_path / "other", RECORDS[4])
+    assert gather([own, other]) == [RECORDS[0], RECORDS[4]]
+    with pytest.raises(UserError, match=r"compression.default.ipttcd, and so has another"):
+        gather([own, own])
+    with pytest.raises(UserError, match="holds no records"):
+        gather([own, tmp_path])
+    record_path(own, RECORDS[0]).write_text('{"task":')
+    with pytest.raises(DataError, match=r"compression.default.ipttcd.json is not JSON"):
+        gather([own])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipe": RecipeConfig(batch_size=32, schedule="constant")}, "cosine -> constant"),
+        ({"num_test": 9}, r"num_test: 320 -> 9"),
+        ({"steps": 5}, r"steps: 40 -> 5"),
+        ({"data": BASELINES["compression"].replace(seq_len=64)}, r"data.seq_len: 32 -> 64"),
+        ({"model": RECORDS[3].model.replace(init_std=0.2)}, r"init_std: 0.1 -> 0.2"),
+        ({"runs": (run(0.1, rate=1.0),)}, r"runs: \[\[0.001, .*-> \[\[1.0, "),
+    ],
+)
+def test_a_table_has_scores_of_one_recipe(tmp_path, changes, message):
+    first, second = RECORDS[3], RECORDS[3].replace(method="full", **changes)
+    own = written(tmp_path / "own", first)
+    with pytest.raises(UserError, match=message):
+        gather([own, written(tmp_path / "other", second)])
+    elsewhere = second.replace(task="memorization")  # another column: the footnotes tell its budget
+    assert gather([own, written(tmp_path / "third", elsewhere)]) == [first, elsewhere]

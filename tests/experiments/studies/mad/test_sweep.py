@@ -1,7 +1,6 @@
 """Runs that share a program: each is what it would be alone."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +9,11 @@ import optax
 from checks import assert_close, assert_same
 from devices import printed
 
+from experiments.studies.mad import sweep
 from experiments.studies.mad.models import batch_scores, summed_loss
-from experiments.studies.mad.sweep import (
-    Hyper,
-    Problem,
-    RecipeConfig,
-    group_size,
-    programs,
-    rate_of_epoch,
-    sweep_mesh,
-    take_rows,
-    train_runs,
-)
-from experiments.studies.mad.tasks.instances import Splits
-from experiments.studies.mad.tasks.rows import IGNORE, Rows
+from experiments.studies.mad.records import RecipeConfig
+from experiments.studies.mad.sweep import Hyper, Problem, rate_of_epoch, take_rows
+from experiments.studies.mad.tasks import IGNORE, Rows, Splits
 
 CLASSES, WIDTH = 5, 8
 
@@ -34,14 +24,8 @@ def _logits(params, batch):
 
 def _init(key):
     first, second = jax.random.split(key)
-    return {
-        "embedding": jax.random.normal(first, (CLASSES, WIDTH)),
-        "head": jax.random.normal(second, (WIDTH, CLASSES)),
-    }
-
-
-def _loss_sum(params, batch):
-    return summed_loss(_logits(params, batch), batch["targets"])
+    embedding = jax.random.normal(first, (CLASSES, WIDTH))
+    return {"embedding": embedding, "head": jax.random.normal(second, (WIDTH, CLASSES))}
 
 
 def _measure(params, batch):
@@ -49,7 +33,7 @@ def _measure(params, batch):
 
 
 # A bag-of-tokens classifier per position: small enough to compile at once.
-PROBLEM = Problem(_init, _loss_sum, _measure)
+PROBLEM = Problem(_init, lambda x, y: summed_loss(_logits(x, y), y["targets"]), _measure)
 
 
 def splits(num_train=10, num_test=6, seed=0) -> Splits:
@@ -74,7 +58,7 @@ RECIPE = RecipeConfig(epochs=6, batch_size=4)
 
 
 def trained(recipe=RECIPE, hyper=None, **options):
-    return train_runs(recipe, PROBLEM, splits(), hyper or grid(), **options)
+    return sweep.train_runs(recipe, PROBLEM, splits(), hyper or grid(), **options)
 
 
 @functools.cache
@@ -90,28 +74,23 @@ def test_runs_together_are_the_runs_alone_and_a_budget_splits_them():
     assert seen == list(range(1, 19))  # three groups of six evaluations
     assert trained(hyper=one(grid(), 1)) == [alone[1]]
     for ours, theirs in zip(together(), alone, strict=True):
-        for points in zip(ours["curve"], theirs["curve"], strict=True):
-            assert_close(*points, 1e-5)
-        assert_close(ours["metrics"], theirs["metrics"], 1e-5)
-        assert [point["epoch"] for point in ours["curve"]] == [1, 2, 3, 4, 5, 6]
-        assert ours["curve"][-1]["loss"] < ours["curve"][0]["loss"]
-        assert ours["metrics"]["loss"] == ours["curve"][-1]["loss"]
-    assert len({outcome["metrics"]["loss"] for outcome in together()}) == 3
+        assert_close(ours.to_dict(), theirs.to_dict(), 1e-5)
+        assert [point.epoch for point in ours.curve] == [1, 2, 3, 4, 5, 6]
+        assert ours.curve[-1].loss < ours.curve[0].loss
+        assert ours.metrics.loss == ours.curve[-1].loss
+    assert len({run.metrics.loss for run in together()}) == 3
 
 
 def test_a_group_is_as_large_as_its_budget():
-    assert group_size(6, 1, 600, None) == 6
-    assert group_size(6, 1, 600, 599) == 3
-    assert group_size(6, 1, 600, 100) == 1
-    assert group_size(6, 1, 600, 1) == 1
-    assert group_size(6, 4, 600, None) == 8
-    assert group_size(6, 4, 600, 300) == 4
+    budgets = [(1, None), (1, 599), (1, 100), (1, 1), (4, None), (4, 300)]
+    sizes = [sweep.group_size(6, num_devices, 600, budget) for num_devices, budget in budgets]
+    assert sizes == [6, 3, 1, 1, 8, 4]
 
 
 def test_a_step_is_that_of_optax_at_the_rate_of_its_epoch():
     rows = Rows(*map(jnp.asarray, splits(num_train=4).train))
     hyper = Hyper(*map(jnp.asarray, grid((1e-1, 1e38), (0.1, 0.1), (3, 3))))
-    init, train, _ = programs(RECIPE, PROBLEM, sweep_mesh(jax.devices()[:1]))
+    init, train, _ = sweep.programs(RECIPE, PROBLEM, sweep.sweep_mesh(jax.devices()[:1]))
     start = init(hyper)
     params = jax.tree.map(lambda x: x[0], start.train["params"])
     run, failed_at, _ = train(start, hyper, rows, 0, 3)
@@ -137,14 +116,13 @@ def test_the_rate_falls_from_epoch_to_epoch_or_stays():
 
 def test_a_run_that_diverges_reports_it_and_the_others_do_not_change_by_a_bit():
     mixed = trained(hyper=grid(rates=(1e-2, 1e38, 3e-2)))
-    assert mixed[1]["failed_at"] > 0
-    assert mixed[1]["metrics"] is None
-    assert len(mixed[1]["curve"]) < 6
-    assert mixed[1]["curve"][-1]["training_loss"] is None
-    json.dumps(mixed, allow_nan=False)
+    assert mixed[1].failed_at > 0
+    assert mixed[1].metrics is None
+    assert len(mixed[1].curve) < 6
+    assert mixed[1].curve[-1].training_loss is None
     for run in (0, 2):
         assert mixed[run] == together()[run]
-        assert mixed[run]["failed_at"] is None
+        assert mixed[run].failed_at is None
 
 
 def test_rows_after_the_last_are_not_scored():
@@ -163,14 +141,13 @@ def test_max_steps_keeps_whole_epochs():
 
 
 def test_a_run_has_ten_evaluations_at_most_and_one_at_its_end():
-    (run,) = trained(RECIPE.replace(epochs=21), one(grid(), 0))
-    assert [point["epoch"] for point in run["curve"]] == [3, 6, 9, 12, 15, 18, 21]
-    (run,) = trained(RECIPE.replace(epochs=11), one(grid(), 0))
-    assert [point["epoch"] for point in run["curve"]] == [2, 4, 6, 8, 10, 11]
+    for epochs, seen in ((21, [3, 6, 9, 12, 15, 18, 21]), (11, [2, 4, 6, 8, 10, 11])):
+        (run,) = trained(RECIPE.replace(epochs=epochs), one(grid(), 0))
+        assert [point.epoch for point in run.curve] == seen
 
 
-def summary(outcomes):
-    return [f"{run['metrics']['loss']:.5f}" for run in outcomes]
+def summary(runs):
+    return [f"{run.metrics.loss:.5f}" for run in runs]
 
 
 def test_several_devices_share_the_runs():

@@ -6,10 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.studies.mad.tasks.aligned import key_value_map
-from experiments.studies.mad.tasks.instances import instances
-from experiments.studies.mad.tasks.rows import IGNORE, Rows
-from experiments.studies.mad.tasks.settings import BASELINES, TASKS, MADConfig, settings
+from experiments.studies.mad import tasks
+from experiments.studies.mad.tasks import BASELINES, IGNORE, TASKS, MADConfig, Rows, instances
 from tests.parity.golden import Golden
 from tests.parity.mad import task_config
 
@@ -35,7 +33,7 @@ def test_published_rows_obey_the_rules_and_the_first_configuration_is_the_baseli
 def test_there_are_66_settings_as_published_each_the_baseline_or_one_change_of_it():
     numbers = dict(zip(TASKS, (11, 14, 11, 6, 11, 13), strict=True))
     for task in TASKS:
-        first, *changed = settings(task)
+        first, *changed = tasks.settings(task)
         assert first == ("default", BASELINES[task], 256 if task == "memorization" else 12_800)
         assert len({setting[1:] for setting in (first, *changed)}) == numbers[task]
         for setting in changed:
@@ -70,7 +68,7 @@ def test_splits_are_a_pure_function_of_seed_and_numbers(task):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_rows_of_every_setting_obey_the_rules(task):
-    for setting in settings(task):
+    for setting in tasks.settings(task):
         checked(setting.config, seed=6, num_train=2, num_test=2)
 
 
@@ -152,7 +150,9 @@ def _fuzzy_recall(config, tokens, is_training):
 
 
 def _memorization(config, tokens, seed):
-    value_of = dict(zip(*(part.tolist() for part in key_value_map(config, seed)), strict=True))
+    value_of = dict(
+        zip(*(part.tolist() for part in tasks.key_value_map(config, seed)), strict=True)
+    )
     assert set(tokens[1::2]) == {config.vocab_size - 1}
     return [x for key in tokens[::2] for x in (IGNORE, value_of[key])]
 

@@ -1,3 +1,5 @@
+"""Methods that replace attention: LaCT and the delta rule."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,10 @@ from checks import (
 from flax import nnx
 from small_models import FLOAT64, small_attention
 
-from ttcd_jax.errors import UserError
+from ttcd_jax.methods.delta_net import (
+    DeltaRuleConfig,
+)
+from ttcd_jax.methods.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from ttcd_jax.methods.lact import LaCT, LaCTConfig, LaCTMemoryConfig
 from ttcd_jax.nn.attention import AttentionConfig
 from ttcd_jax.precision import Precision
@@ -134,26 +139,26 @@ def test_rates_start_at_a_thousandth(float64):
     assert_close(module._rates(jnp.zeros((1, 3, D))), jnp.full((1, 3, 2, 3), 0.001), 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("attention", "memory", "message"),
-    [
-        ({"num_kv_heads": 1}, {}, "num_kv_heads 1 must be num_heads 2"),
-        ({"head_dim": 2}, {}, "num_heads 2 times head_dim 2 must be dim 8"),
-        ({"has_qk_norm": True}, {}, "set memory.has_qk_norm"),
-        ({"has_qkv_bias": True}, {}, "set memory.has_qkv_bias"),
-        ({}, {"num_fast_heads": 3}, "num_fast_heads 3 does not divide dim 8"),
-        ({}, {"num_fast_heads": 0}, "num_fast_heads 0 must be at least 1"),
-        ({}, {"chunk_size": 0}, "chunk_size 0 must be at least 1"),
-        ({}, {"low_rank": 0}, "low_rank 0 must be at least 1"),
-        ({}, {"hidden_expansion": 0.0}, "hidden_expansion 0.0 must be positive"),
-        ({}, {"hidden_expansion": float("nan")}, "hidden_expansion nan must be positive"),
-        ({}, {"hidden_expansion": 0.2}, "hidden_expansion 0.2 leaves nothing of a fast head of"),
-    ],
-)
-def test_configurations_that_do_not_fit_are_refused_in_one_line(attention, memory, message):
-    base = _config()
-    with pytest.raises(UserError, match=message) as caught:
-        LaCTConfig(
-            attention=base.attention.replace(**attention), memory=base.memory.replace(**memory)
-        )
-    assert "\n" not in str(caught.value)
+def test_parameters_of_the_gated_delta_rule_start_as_published():
+    rule, H, X = DeltaRuleConfig(value_expansion=1.5), 4, 6
+    config = GatedDeltaNetConfig(dim=64, num_heads=512, head_dim=H, rule=rule)
+    params = nnx.to_pure_dict(nnx.state(GatedDeltaNet(config, rngs=nnx.Rngs(0)), nnx.Param))
+    shapes = {name: x.shape for name, x in params.items()}
+    assert shapes == {
+        **dict.fromkeys(("query", "key"), (64, 512 * H)),
+        **dict.fromkeys(("value", "gate"), (64, 512 * X)),
+        **dict.fromkeys(("rate", "decay"), (64, 512)),
+        **dict.fromkeys(("query_conv", "key_conv"), (4, 512 * H)),
+        "value_conv": (4, 512 * X),
+        **dict.fromkeys(("decay_log", "decay_bias"), (512,)),
+        "head_norm": (X,),
+        "out": (512 * X, 64),
+    }
+    for name in ("query", "key", "value", "gate", "rate", "decay", "out"):
+        assert float(params[name].std()) == pytest.approx(0.02, rel=0.05), name
+    taps = np.asarray(params["key_conv"])
+    assert taps.min() == pytest.approx(-0.5, rel=0.01)
+    assert taps.max() == pytest.approx(0.5, rel=0.01)
+    speed, step = np.exp(params["decay_log"]), np.log1p(np.exp(params["decay_bias"]))
+    assert np.quantile(speed, (0, 0.5, 1)) == pytest.approx((0, 8, 16), abs=1)
+    assert np.quantile(step, (0, 0.5, 1)) == pytest.approx((0.001, 0.01, 0.1), rel=0.2)

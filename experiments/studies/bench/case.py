@@ -1,23 +1,33 @@
-"""The type of a benchmark case, and the limits that all cases share."""
+"""The base of the benchmark cases, and the limits that they share."""
 
+import abc
 import functools
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import ClassVar
 
 from ttcd_kernels import measure
 from ttcd_kernels.measure import Row
 
+from experiments import cli
 from ttcd_jax.config import Config
+from ttcd_jax.run.bindings import load_config
 
 _ceilings = functools.cache(measure.ceilings)
 
 
-class Case(NamedTuple):
-    """A case: the class of its options, their values under --quick, the generator of its tables."""
+class Case(Config, abc.ABC):
+    """A case, whose fields are its options."""
 
-    options: type[Config]
-    quick: Row
-    measured: Callable[..., Iterator[list[Row]]]
+    quick: ClassVar[Row]  # values of fields under --quick
+
+    @abc.abstractmethod
+    def tables(self) -> Iterator[list[Row]]:
+        """Measures and gives the tables, one after another."""
+
+
+def loaded[C: Config](config: type[C], gin: str, param: tuple[str, ...]) -> C:
+    """The configuration of a file of experiments/configs."""
+    return load_config(config, gin, param, config_dir=cli.CONFIG_DIR)
 
 
 def why_not_run(needed: int, flops: float, max_seconds: float) -> str:

@@ -1,25 +1,30 @@
-"""The examples that train runs, as their users start them."""
+"""The examples, as their readers run them, and what they may get wrong; the trained model."""
 
 import runpy
+import shutil
 from pathlib import Path
 
+import commands
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ttcd_jax import BatchesConfig, RunConfig, train_run
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import read_json
 from ttcd_jax.run.directory import RunDirectory, load_run
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.train.loop import MetricCallback
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(scope="module")
 def run():
-    """Runs an example: `run(name, *arguments)`."""
+    """Runs an example: `run(name, *arguments)` gives its variables."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
 
@@ -106,3 +111,72 @@ def test_batches_and_their_configuration_go_together(counting, tmp_path):
     recall = RecallConfig(num_slots=8, num_keys=4, num_values=4)
     with pytest.raises(UserError, match=f"set {BatchesConfig.__name__} to pass them"):
         train_run(config.replace(data=recall), tmp_path / "b", counting[1]["batches"])
+
+
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", ["block_in_nnx", "block_in_linen", "fast_mlp_on_your_attention"])
+def test_a_foreign_model_learns_with_our_layer(run, name):
+    losses = run(name)["losses"]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_added_parameters_learn_and_the_base_stays(run, capsys):
+    found = run("train_added_parameters")
+    assert "at first: True\nthe base is unchanged: True\n" in capsys.readouterr().out
+    assert found["losses"][-1] < 0.8 * found["losses"][0]
+    added = {path[-1] for path in found["paths"](found["model"]) - found["old"]}
+    assert added == {"proj", "rate", "teacher_conv", "student_conv"}
+
+
+def test_an_own_loop_decodes_as_one_pass(run):
+    found = run("your_decode_loop")
+    np.testing.assert_array_equal(found["found"], found["whole"])
+    assert len({*np.asarray(found["found"]).ravel().tolist()}) > 4, "a constant would pass"
+
+
+def test_kernels_alone(run):
+    found = run("kernels_alone")
+    whole, decoded = found["both"](*found["operands"]()), found["last_token"](*found["operands"]())
+    for one, other in zip(whole, decoded, strict=True):
+        np.testing.assert_allclose(one[:, -1], other, atol=1e-5)
+    assert all(float(jnp.abs(x).max()) > 0 for x in found["gradients"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_fits_a_page(name):
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
+
+
+def test_wrong_inputs_are_refused_with_both_numbers():
+    assert int(commands.output(Path(__file__).with_name("wrong_inputs.py"))) == 29
+
+
+MODEL = ROOT / "examples" / "model"
+
+
+def test_the_memory_helps_on_the_code_of_this_project(tmp_path):
+    run_dir, text = tmp_path / "model", tmp_path / "text"
+    shutil.copytree(MODEL, run_dir, ignore=shutil.ignore_patterns("eval"))
+    text.mkdir()
+    for name in ("checkpoint", "step", "loss"):
+        shutil.copyfile(ROOT / "ttcd_jax" / "train" / f"{name}.py", text / f"{name}.txt")
+    commands.output(
+        *("evaluate", f"--run_dir={run_dir}", "--task=ppl", f"--text={text}", "--seq_len=4096")
+    )
+    series = read_json(run_dir / "eval" / "ppl" / "results.json")["series"]
+    on, off = (
+        {record["context"]: record["bits_per_byte"] for record in records}
+        for records in series.values()
+    )
+    assert on["2048-4095"] < off["2048-4095"] - 0.3
+    assert on["all"] < off["all"] - 0.3
+
+
+def test_it_generates_text_and_is_small():
+    prompt = ROOT / "ttcd_jax" / "errors.py"
+    line = ("generate", f"--run_dir={MODEL}", f"--prompt_file={prompt}", "--max_new_tokens=20")
+    assert commands.output(*line, "--temperature=0")
+    files = [path for path in MODEL.rglob("*") if "eval" not in path.parts]
+    assert sum(path.stat().st_size for path in files if path.is_file()) < 12_000_000

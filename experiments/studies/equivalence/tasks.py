@@ -1,0 +1,338 @@
+"""The levels at which two variants of a run are compared, each an evaluation of the run."""
+
+import abc
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from ttcd_kernels import measure, parity
+from ttcd_kernels.table import Row
+
+from experiments.studies.equivalence.variants import Computed, Variant
+from ttcd_jax.config import NonNegative, Positive
+from ttcd_jax.data.packing import DocumentRows
+from ttcd_jax.data.sources import row_length, text_records
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.measure.pictures import Picture, plot_bars
+from ttcd_jax.measure.scorer import Scorer, batches
+from ttcd_jax.measure.task import Series, Subject, Task, register
+from ttcd_jax.nn.block import Block
+from ttcd_jax.tasks.perplexity import buckets
+from ttcd_jax.tasks.ruler import NIAH
+from ttcd_jax.tasks.ruler.task import Case, Ruler
+from ttcd_jax.tokens import check_tokens
+
+_AGREEMENT = "equal_share", "within_1_ulp", "within_2_ulp", "max_ulp", "max_relative_error"
+KL, VARIATION, FLIPS = "KL (nats)", "total variation", "flips of the likeliest token"
+_LOSSES = "loss of the reference", "loss of the candidate", "the candidate's loss less it"
+_QUANTILES = {"50%": 0.5, "90%": 0.9, "99%": 0.99, "99.9%": 0.999, "max": 1.0}
+_LOGITS = 2**26  # held at once, for each variant
+_WHOLE = 2**24  # tokens: no prompt has more
+
+type Pair = tuple[Computed, Computed]  # reference, candidate
+
+
+class Cell(NamedTuple):
+    """A record: a number by its row and column in the table, or by its place and bar in the
+    picture."""
+
+    row: str
+    column: str
+    value: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Equivalence(Task[Any, Cell]):
+    """The distance of the variant `candidate` of a run from its variant `reference`.
+
+    A variant names at most one of each: attention (xla, triton, mosaic), the form of the memory's
+    read (auto, blocked, associative, attention), precision (float32, bfloat16, float64), and the
+    path: forward (whole rows through the training forward pass), streamed[:PIECE] (a prefill in
+    pieces), decoded (token by token). The rest is taken from the run's configuration.
+
+    Measured on at most `max_rows` rows of `seq_len` tokens (None: as in training) that one document
+    of `text` fills (a text file or a folder of .txt; None: the run's held-out text), drawn at
+    random; the level task on RULER's `niah_tasks`, hidden in the same text: `niah_samples` of each
+    at `niah_lengths`, drawn by `seed`.
+    """
+
+    record = Cell
+    rank = 60
+    columns: ClassVar[tuple[str, ...]]  # of the table
+    bars: ClassVar[tuple[str, ...]]  # of the picture
+
+    reference: str = "forward"
+    candidate: str = "forward"
+    text: str | None = None
+    seq_len: Positive | None = None
+    max_rows: Positive = 64
+    batch_size: Positive = 1
+    niah_tasks: str = ",".join(NIAH)  # by name: one that does not fit is refused
+    niah_lengths: tuple[Positive, ...] = (4096,)
+    niah_samples: Positive = 8
+    seed: NonNegative = 0
+
+    def __str__(self) -> str:
+        return f"{Variant.parse(self.candidate)} against {Variant.parse(self.reference)}"
+
+    def validate(self) -> None:
+        str(self)
+        self.ruler()
+
+    def ruler(self) -> Ruler:
+        sizes = {"lengths": self.niah_lengths, "samples": self.niah_samples, "seed": self.seed}
+        batch_size = self.batch_size
+        return Ruler(tasks=self.niah_tasks, essay=self.text, batch_size=batch_size, **sizes)
+
+    def rows(self, subject: Subject) -> Any:
+        """Tokens and targets [rows, T]. Raises `DataError` when no document fills a row."""
+        records = text_records(subject.run_dir, subject.data, subject.tokenizer, self.text)
+        seq_len = self.seq_len or row_length(subject.data)
+        longest = max(part.sizes.max(initial=0) for part in records)
+        if longest <= seq_len:
+            raise DataError(
+                f"no document fills a row: the longest has {longest} tokens and a row with its "
+                f"last target takes {seq_len + 1}; pass a smaller --seq_len, or --text"
+            )
+        filled = [part for part in records if part.sizes.max(initial=0) > seq_len]
+        parts = [DocumentRows(part, seq_len=seq_len, min_tokens=seq_len + 1) for part in filled]
+        indices = [(part, i) for part in parts for i in range(len(part))]
+        drawn = (indices[i] for i in np.random.default_rng(0).permutation(len(indices)))
+        whole = (row for part, i in drawn if (row := part[i])["loss_mask"].all())
+        chosen = list(itertools.islice(whole, self.max_rows))
+        rows = {name: np.stack([row[name] for row in chosen]) for name in ("tokens", "targets")}
+        check_tokens(rows["targets"], subject.model.config.vocab_size)
+        return rows
+
+    def facts(self, rows: Any) -> dict[str, Any]:
+        return {"environment": measure.environment()}
+
+    def series(self, subject: Subject, rows: Any) -> Series[Cell]:
+        label = f"{subject.name}, {self}"
+        return {label: self.measure(self.scorer(subject, label, subject.model), rows, subject)}
+
+    def measure(self, scorer: Scorer, rows: Any, subject: Subject) -> list[Cell]:
+        """Raises `UserError` for variants that are the same in this run."""
+        variants = Variant.parse(self.reference), Variant.parse(self.candidate)
+        first, second = (Computed(variant, scorer.model) for variant in variants)
+        if first.config == second.config and variants[0].piece_size == variants[1].piece_size:
+            raise UserError(f"reference and candidate are the same variant, {variants[1]}")
+        return [*self.compare((first, second), rows, subject)]
+
+    @abc.abstractmethod
+    def compare(self, pair: Pair, rows: Any, subject: Subject) -> Iterator[Cell]:
+        """The records."""
+
+    @classmethod
+    def table(cls, series: Series[Cell]) -> list[Row]:
+        """Those of several series under one another, with their labels."""
+        return [
+            ({"variants": label} if len(series) > 1 else {}) | {cls.key: row} | cells
+            for label, records in series.items()
+            for row, cells in _rows(records, cls.columns).items()
+        ]
+
+    @classmethod
+    def pictures(cls, folder: Path, series: Series[Cell], chance: float | None) -> list[Picture]:
+        rows = {label: _rows(records, cls.bars) for label, records in series.items()}
+        groups = [*dict.fromkeys(itertools.chain(*rows.values()))]
+        bars = {
+            f"{label}, {bar}" if len(series) > 1 else bar: [own.get(x, {}).get(bar) for x in groups]
+            for label, own in rows.items()
+            for bar in cls.bars
+        }
+        path, texts = folder / f"{cls.name}.png", {"title": cls.title, "x_label": cls.x_label}
+        plot_bars(path, **texts, y_label=cls.value, groups=groups, series=bars, chance=chance)
+        return [Picture(Path(path.name), f"{cls.title}, by {cls.x_label}: {'; '.join(series)}.")]
+
+    @classmethod
+    def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
+        """Any variants on the same text."""
+
+
+def _rows(records: list[Cell], columns: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """The values of `columns` by row and column."""
+    rows: dict[str, dict[str, float]] = {}
+    for row, column, value in records:
+        if column in columns:
+            rows.setdefault(row, {})[column] = value
+    return rows
+
+
+def agreement(row: str, candidate: jax.Array, reference: jax.Array) -> Iterator[Cell]:
+    """Shares of elements that are equal, within one and within two units in the last place, and the
+    largest distance in such units, all in the narrower of the two dtypes; the largest difference
+    over the largest magnitude."""
+    pair = np.asarray(candidate), np.asarray(reference)
+    ulps = parity.ulps(*sorted(pair, key=lambda x: x.dtype.itemsize))
+    shares = (float((ulps <= most).mean()) for most in range(3))
+    yield from map(Cell, [row] * 3, _AGREEMENT, shares)
+    yield Cell(row, _AGREEMENT[3], int(ulps.max()))
+    yield Cell(row, _AGREEMENT[4], parity.relative_error(*pair))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _outputs(
+    graph: nnx.GraphDef[Block], params: nnx.GraphState, h: jax.Array, embeddings: jax.Array
+) -> jax.Array:
+    return nnx.merge(graph, params)(h, embeddings=embeddings)
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel(Equivalence):
+    """Outputs of each block on the reference's input to it, in units in the last place, on the
+    first batch of rows."""
+
+    name = "equivalence_kernel"
+    title = "Units in the last place"
+    key = x_label = "outputs of"
+    value = "share of elements"
+    columns, bars = _AGREEMENT, _AGREEMENT[:3]
+
+    def compare(self, pair: Pair, rows: Any, subject: Subject) -> Iterator[Cell]:
+        """If either variant reads pieces, only the hidden states before the head are compared."""
+        (reference, candidate), tokens = pair, rows["tokens"][: self.batch_size]
+        models = reference.unstacked, candidate.unstacked
+        h = embeddings = models[0].embedding[...].astype(reference.dtype)[tokens]
+        is_whole = reference.variant.piece_size is candidate.variant.piece_size is None
+        for layer in range(reference.config.num_layers if is_whole else 0):
+            ours, theirs = ((x.blocks[layer], x.layers[layer]) for x in models)
+            inputs = h.astype(candidate.dtype), embeddings.astype(candidate.dtype)
+            h, other = _outputs(*ours, h, embeddings), _outputs(*theirs, *inputs)
+            yield from agreement(f"layer {layer}", other, h)
+        whole = candidate.hidden(tokens), reference.hidden(tokens)
+        yield from agreement("whole model", *whole)
+
+
+class Distances(NamedTuple):
+    """Arrays [rows, T], of the predictions p (reference) and q (candidate) of the next token: KL(p
+    || q) in nats, total variation |p - q| / 2, whether the likeliest token differs, and the loss of
+    the target under each."""
+
+    kl: Any
+    tv: Any
+    is_flip: Any
+    reference_nll: Any
+    candidate_nll: Any
+
+
+@jax.jit
+def distances(
+    reference: Float[Array, "B T D"],
+    candidate: Float[Array, "B T D"],
+    reference_head: Float[Array, "V D"],
+    candidate_head: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+) -> Distances:
+    """The distances of two predictions of the same tokens, from hidden states and heads.
+
+    Log-softmax in float32 or better, in blocks of positions: never all logits at once.
+    KL is summed as p (q/p - 1 - log(q/p)): no term is negative, and the rounding of a whole row's
+    log-sum-exp, about 1e-6 nats, cancels.
+    """
+
+    def logs(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(hidden.dtype, jnp.float32)
+        head = head.astype(hidden.dtype)
+        return jax.nn.log_softmax(jnp.matmul(head, hidden, preferred_element_type=wide))
+
+    def of_position(operands: tuple[jax.Array, ...]) -> Distances:
+        h_reference, h_candidate, target = operands
+        log_p, log_q = logs(h_reference, reference_head), logs(h_candidate, candidate_head)
+        p, q, ratio = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p
+        near = p * (jnp.expm1(ratio) - ratio)
+        terms = jnp.where(jnp.abs(ratio) < 1, near, q - p - p * ratio)
+        is_flip = log_p.argmax() != log_q.argmax()
+        tv = jnp.abs(p - q).sum() / 2
+        return Distances(terms.sum(), tv, is_flip, -log_p[target], -log_q[target])
+
+    flat = [x.reshape(targets.size, *x.shape[2:]) for x in (reference, candidate, targets)]
+    block = max(1, min(targets.size, _LOGITS // len(reference_head)))
+    result = jax.lax.map(of_position, tuple(flat), batch_size=block)
+    return jax.tree.map(lambda x: x.reshape(targets.shape), result)
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distribution(Equivalence):
+    """KL(reference || candidate), total variation, flips (changes of the likeliest token) and
+    losses of the next token on held-out text."""
+
+    name = "equivalence_distribution"
+    title = "Next tokens"
+    key = "distance"
+    x_label = "position (tokens)"
+    value = "mean"
+    columns, bars = ("mean", *_QUANTILES), (VARIATION, FLIPS)
+
+    def compare(self, pair: Pair, rows: Any, subject: Subject) -> Iterator[Cell]:
+        return summarize(predictions(pair, rows, self.batch_size))
+
+
+def predictions(pair: Pair, rows: dict[str, np.ndarray], batch_size: int) -> Distances:
+    heads, parts = [x.model.head_weight() for x in pair], []
+    for index, count in batches(len(rows["tokens"]), batch_size):
+        hidden = (x.hidden(rows["tokens"][index]) for x in pair)
+        found = distances(*hidden, *heads, rows["targets"][index])
+        parts.append([np.asarray(x)[:count] for x in found])
+    return Distances(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def summarize(found: Distances) -> Iterator[Cell]:
+    """Means and quantiles over all positions, and means by position."""
+    arrays = *found, found.candidate_nll - found.reference_nll
+    for name, array in zip((KL, VARIATION, FLIPS, *_LOSSES), arrays, strict=True):
+        values = array.astype(np.float64)
+        yield Cell(name, "mean", float(values.mean()))
+        for column, share in _QUANTILES.items():
+            yield Cell(name, column, float(np.quantile(values, share)))
+        for positions, start, stop in buckets(array.shape[1]):
+            yield Cell(positions, name, float(values[:, start:stop].mean()))
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needles(Equivalence):
+    """RULER's needles in a haystack: both scores, and the share of the samples that are answered
+    alike. Answers are greedy, by inference on every path: a prompt is read in the pieces of its
+    variant (forward: in one), then it is decoded token by token."""
+
+    name = "equivalence_task"
+    title = "Needles in a haystack (scores in percent)"
+    key = x_label = "task, length (tokens)"
+    value = "score (%)"
+    columns = "samples", "reference_score", "candidate_score", "identical_share"
+    bars = columns[1:3]
+
+    def rows(self, subject: Subject) -> list[Case]:
+        return self.ruler().rows(subject)
+
+    def measured_on(self, rows: list[Case], subject: Subject) -> dict[str, str]:
+        return self.ruler().measured_on(rows, subject)
+
+    def compare(self, pair: Pair, rows: list[Case], subject: Subject) -> Iterator[Cell]:
+        answers = []
+        for x in pair:
+            sizes = {"batch_size": self.batch_size, "piece_size": x.variant.piece_size or _WHOLE}
+            names = {"name": f"{self.name}, {x.variant}", "journal": subject.journal}
+            scorer = Scorer(x.model, subject.tokenizer, **sizes, **names)
+            answers.append(self.ruler().measure(scorer, rows, subject))
+        groups: dict[str, list[tuple[float, float, bool]]] = {}
+        for x, y in zip(*answers, strict=True):
+            found = x.score, y.score, x.prediction == y.prediction
+            groups.setdefault(f"{x.task}, {x.length:,}", []).append(found)
+        for name, group in groups.items():
+            values = len(group), *np.mean(group, axis=0).tolist()
+            yield from map(Cell, [name] * 4, self.columns, values)
+
+
+LEVELS = {"kernel": Kernel, "distribution": Distribution, "task": Needles}

@@ -1,0 +1,362 @@
+"""Rows read in pieces of any size and continued token by token give what one pass over them gives.
+
+As a program the file prints, by method, how reading on eight fake devices differs from one.
+"""
+
+import functools
+import json
+import re
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_close, assert_same, randomize, refused
+from devices import printed
+from flax import nnx
+from jax.sharding import AxisType
+from small_models import CHUNK, config_of
+
+from ttcd_jax.errors import DataError
+from ttcd_jax.inference.advance import head_logits
+from ttcd_jax.inference.decode import decode
+from ttcd_jax.inference.model import inference_model
+from ttcd_jax.inference.prefill import even_size, prefill, stream
+from ttcd_jax.inference.state import start_state
+from ttcd_jax.methods import METHODS
+from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.block import Views
+from ttcd_jax.nn.row import Row
+from ttcd_jax.sharding.mesh import AXES
+from ttcd_jax.train.state import with_params
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+ROWS, T, WINDOW = 3, 23, 6  # chunks and windows end at different tokens
+TOKENS = np.random.default_rng(0).integers(0, 11, (ROWS, T))
+
+
+def _config(method: str, **changes: Any) -> TransformerConfig:
+    # Few layers: what is compiled decides how long the tests take.
+    changes = {"num_layers": 2 if method == "ipttcd" else 1} | changes
+    window = None if method == "full" else WINDOW
+    return config_of(method, student_window=3, **changes).replace(window=window)
+
+
+def _read(config: TransformerConfig, tokens: np.ndarray):
+    """(the model, its logits [B, T, V] of the whole rows)."""
+    model = randomize(Transformer, config)
+    forward = nnx.jit(lambda model, tokens: model(tokens))
+    return inference_model(model), np.asarray(forward(model, jnp.asarray(tokens)))
+
+
+@functools.cache
+def _models(config: TransformerConfig):
+    return _read(config, TOKENS)
+
+
+def _rest(done: np.ndarray) -> np.ndarray:
+    """The rows from `done` on."""
+    return np.stack([np.roll(row, -n) for row, n in zip(TOKENS, done, strict=True)])
+
+
+def _behind(logits: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    return logits[np.arange(ROWS), np.minimum(ends, T) - 1]
+
+
+# Every kind of state.
+@pytest.mark.parametrize("method", ["full", "ipttcd", "lact", "deltanet_hybrid"])
+def test_pieces_and_tokens_give_what_one_pass_gives(method):
+    model, want = _models(_config(method))
+    first, second = np.array([2 * CHUNK, 9, 3]), np.array([14, 8, CHUNK + 2])
+    state = start_state(model, ROWS, max_length=T)
+    logits, state = prefill(model, state, TOKENS, first, piece_size=2 * CHUNK)
+    assert_close(np.asarray(logits), _behind(want, first))
+    logits, state = prefill(model, state, _rest(first), second, piece_size=2 * CHUNK)
+    assert_close(np.asarray(logits), _behind(want, first + second))
+    # All of it again, token by token, the rows at different tokens of their chunks and windows.
+    tokenwise = start_state(model, ROWS, max_length=T)
+    before = decode._cache_size()
+    for time in range(max(first + second) + ROWS):
+        done = np.clip(time - np.arange(ROWS), 0, first + second)
+        is_active = (time >= np.arange(ROWS)) & (done < first + second)
+        tokens = TOKENS[np.arange(ROWS), np.minimum(done, T - 1)]
+        logits, tokenwise = decode(model, tokenwise, tokens, is_active)
+        assert_close(np.asarray(logits)[is_active], _behind(want, done + 1)[is_active])
+    assert decode._cache_size() <= before + 1  # one program for all tokens
+    assert state.position.tolist() == tokenwise.position.tolist()
+    assert_close(state.layers, tokenwise.layers, 1e-10)  # running sums of numbers that grow
+
+
+def test_every_split_around_the_edges_of_chunk_and_window():
+    model, want = _models(_config("ipttcd"))
+    for split in range(1, 2 * WINDOW + 2):
+        lengths = np.array([split, split + 1, split + CHUNK])
+        logits, state = prefill(model, start_state(model, ROWS), TOKENS, lengths, piece_size=3)
+        assert_close(np.asarray(logits), _behind(want, lengths))
+        for done in (lengths + step for step in range(CHUNK + 1)):
+            is_active = done < T
+            tokens = TOKENS[np.arange(ROWS), np.minimum(done, T - 1)]
+            logits, state = decode(model, state, tokens, is_active)
+            assert_close(np.asarray(logits)[is_active], _behind(want, done + 1)[is_active])
+
+
+def test_a_row_that_waits_keeps_its_state():
+    model, _ = _models(_config("ipttcd"))
+    lengths = np.array([7, 5, 2])
+    _, state = prefill(model, start_state(model, ROWS), TOKENS, lengths)
+    kept = jax.tree.map(lambda x: np.asarray(x)[1], state)
+    is_active = np.array([True, False, True])
+    _, state = decode(model, state, TOKENS[:, 0], is_active)
+    assert_same(jax.tree.map(lambda x: np.asarray(x)[1], state), kept)
+    for _, _, later in stream(model, state, TOKENS, np.array([9, 0, 4])):
+        state = later
+    assert_same(jax.tree.map(lambda x: np.asarray(x)[1], state), kept)
+
+
+@pytest.mark.parametrize("num_rows", [1, ROWS])
+def test_a_token_copies_no_state_and_computes_no_write_of_a_chunk(num_rows):
+    model, _ = _models(_config("ipttcd"))
+    state = start_state(model, num_rows)
+    tokens = jnp.asarray(TOKENS[:num_rows, 0])
+    program = decode.lower(model, state, tokens).compile().as_text()
+    entry = program[program.index("\nENTRY ") :]
+
+    def made(by: str) -> set[tuple[int, ...]]:
+        shapes = re.findall(rf"= f64\[([\d,]+)\]\S* (?:{by})\(", entry)
+        return {tuple(map(int, shape.split(","))) for shape in shapes}
+
+    assert not made("copy") & {x.shape for x in jax.tree.leaves(state.layers)}
+    memory = state.layers[0]["mlp"].chunks.memory
+    assert not made("dot|fusion") & {memory.shape, memory.shape[1:]}
+
+
+def test_the_pieces_of_a_prompt_have_one_size_with_little_padding():
+    config = _config("ipttcd")
+    for longest in range(CHUNK + 1, 40 * CHUNK):
+        size = even_size(config, longest, 11 * CHUNK)
+        assert size in range(CHUNK, 11 * CHUNK + 1, CHUNK)
+        num_pieces = -(-longest // size)
+        assert num_pieces * size <= 1.25 * (longest + num_pieces * CHUNK)
+    model, _ = _models(config)
+    state = start_state(model, 1)
+    sizes = [hidden.shape[1] for _, hidden, _ in stream(model, state, TOKENS[:1], piece_size=9)]
+    assert sizes == [2 * CHUNK] * -(-T // (2 * CHUNK)), "the last one is padded to the others' size"
+
+
+def test_bad_input_is_refused_before_anything_is_read():
+    model, _ = _models(_config("ipttcd"))
+    state, read = start_state(model, ROWS), functools.partial(prefill, model)
+    refused("shape (2, 23)|3 rows", read, state, TOKENS[:2])
+    refused("lengths |do not fit", read, state, TOKENS, np.array([1, 24, 2]))
+    refused("row 1 has no token", read, state, TOKENS, np.array([1, 0, 2]))
+    refused("token 11 at position 0", read, state, np.full((ROWS, 2), 11), error=DataError)
+    refused("'all'|kept, published", read, state, TOKENS, memory="all")
+    plain, _ = _models(_config("swa"))
+    empty = start_state(plain, ROWS)
+    refused("'swa'|use 'kept'", prefill, plain, empty, TOKENS, memory="published")
+    refused("piece_size 0|at least 1", read, state, TOKENS, piece_size=0)
+    assert state.position.tolist() == [0] * ROWS  # not donated: still there
+    memory = MemoryConfig(chunk_size=CHUNK, num_taps=3, is_conv_causal=False)
+    ahead = inference_model(randomize(Transformer, _config("ipttcd", memory=memory)))
+    refused("is_conv_causal=False|'teacher'", start_state, ahead, 1)
+
+
+def test_full_attention_says_what_it_needs():
+    model, _ = _models(_config("full"))
+    refused("give max_length", start_state, model, ROWS)
+    small, state = (start_state(model, ROWS, max_length=size) for size in (T - 1, 2))
+    refused("23 tokens|holds 22|max_length=23", prefill, model, small, TOKENS)
+    for tokens in TOKENS[:, :3].T:
+        logits, state = decode(model, state, tokens, np.array([True, True, False]))
+        is_number = np.isfinite(np.asarray(logits)).all(axis=1).tolist()
+        assert is_number == [state.position[0] <= 2] * 2 + [True]
+
+
+def _sizes(method: str, rng: np.random.Generator) -> TransformerConfig:
+    """The small model with window, chunk and taps from 1 up, in any relation."""
+    config = config_of(method, num_layers=1)
+    chunk, taps, window = (int(rng.integers(1, most)) for most in (17, 7, 14))
+    changes = {"chunk_size": chunk, "num_taps": taps}
+    own = {name: value for name, value in changes.items() if hasattr(config.memory, name)}
+    return config.replace(
+        window=None if method == "full" else window,
+        student_window=int(rng.integers(1, window + 1)),
+        memory=None if config.memory is None else config.memory.replace(**own),
+    )
+
+
+SWITCHES = [
+    {"renorm_chunks": 2, "orthogonalizes_updates": True},
+    {"output": "teacher_raw", "is_conv_causal": False},
+    {"has_teacher_conv": False, "has_student_conv": False, "has_token_rate": False},
+    {"folds_state": True, "resets_at_document": False},
+    {"output": "student", "normalizes_errors": True, "has_proj": False},
+    {"half_lives": (5.0, 80.0), "decay": "gated"},
+    {"corrects_errors": True, "half_lives": (9.0,)},
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "switches"),
+    [*((method, {}) for method in METHODS), *(("ipttcd", switches) for switches in SWITCHES)],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_any_way_to_read_rows_gives_what_one_pass_gives(method, switches):
+    """Up to sums in another order."""
+    rng = np.random.default_rng(list(METHODS).index(method))
+    num_rows, length = (int(rng.integers(*bounds)) for bounds in ((2, 5), (30, 60)))
+    rows, tokens = np.arange(num_rows), rng.integers(0, 11, (num_rows, length))
+    config = _sizes(method, rng)
+    if switches:
+        config = config.replace(
+            memory=config.memory.replace(**{"form": "auto", "num_taps": 4} | switches)
+        )
+    model, want = _read(config, tokens)
+    state, done = start_state(model, num_rows, max_length=length), np.zeros(num_rows, int)
+    for _ in range(3):
+        lengths = np.minimum(length - done, rng.integers(0, length // 2, num_rows))
+        rest = np.stack([np.roll(row, -n) for row, n in zip(tokens, done, strict=True)])
+        piece_size = int(rng.integers(1, 40))
+        for counts, hidden, after in stream(model, state, rest, lengths, piece_size=piece_size):
+            state, logits = after, head_logits(model, hidden)
+            for row, (start, count) in enumerate(zip(done, counts, strict=True)):
+                assert_close(logits[row, :count], want[row, start : start + count], 1e-10)
+            done = done + counts
+        for _ in range(int(rng.integers(1, 8))):
+            is_active = (done < length) & (rng.random(num_rows) < 0.8)
+            now = rows, np.minimum(done, length - 1)
+            logits, state = decode(model, state, tokens[now], is_active)
+            assert_close(np.asarray(logits)[is_active], want[now][is_active], 1e-10)
+            done = done + is_active
+    assert state.position.tolist() == done.tolist()
+
+
+LENGTHS = np.array([2 * CHUNK + 1, CHUNK, CHUNK - 1])
+IS_LONG = LENGTHS >= CHUNK
+
+
+@pytest.fixture(scope="module", params=["ipttcd", "ipttt"])
+def one_layer(request):
+    # One layer, so that what its MLP does to a token reaches no other token's input.
+    with jax.enable_x64(True):
+        return randomize(Transformer, config_of(request.param, num_layers=1))
+
+
+def _published(model, start: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Logits [B, T, V] by definition: a prompt's tokens `start` .. `ends` are read through a memory
+    that begins with them, all other tokens through the plain MLP."""
+
+    @nnx.jit
+    def logits(one_layer):
+        graph, params = nnx.split(model.group_0.block_0)
+        block = nnx.merge(graph, jax.tree.map(lambda x: x[0], params))
+        embeddings = h = model.embedding[...][jnp.asarray(TOKENS)]
+        row = Row.of(h, embeddings=embeddings)
+        x, student = block.inputs("mlp", h, row)
+        t = block.mlp.source(x, row, student)
+        mixed = block.mixer(block._normed("mixer", h, None)[0])
+        h = h + (mixed.teacher if isinstance(mixed, Views) else mixed)
+        y = block.mlp.plain(x)
+        for row in np.flatnonzero(ends - start >= CHUNK):
+            prompt = np.s_[row : row + 1, start[row] : ends[row]]
+            y = y.at[prompt].set(block.mlp(x[prompt], t[prompt]))
+        return model.logits(model.normed(h + y))
+
+    return np.asarray(logits(model))
+
+
+def _decoded(model, state, done, want):
+    for step in range(2):
+        logits, state = decode(
+            model, state, TOKENS[np.arange(ROWS), done + step], memory="published"
+        )
+        assert_close(np.asarray(logits), want[np.arange(ROWS), done + step])
+    return state
+
+
+def test_prompts_read_their_memory_and_decoding_is_plain(one_layer):
+    model, want = inference_model(one_layer), _published(one_layer, np.zeros(ROWS, int), LENGTHS)
+    logits, state = prefill(model, start_state(model, ROWS), TOKENS, LENGTHS, memory="published")
+    assert_close(np.asarray(logits), want[np.arange(ROWS), LENGTHS - 1])
+    state = _decoded(model, state, LENGTHS, want)
+    kept, _ = prefill(model, start_state(model, ROWS), TOKENS, LENGTHS)
+    assert_close(np.asarray(kept)[IS_LONG], np.asarray(logits)[IS_LONG])
+    # Of IP-TTCD the plain MLP skips a convolution as well.
+    is_equal = np.allclose(np.asarray(kept)[~IS_LONG], np.asarray(logits)[~IS_LONG])
+    assert is_equal == (one_layer.config.method == "ipttt")
+
+
+def test_a_second_prompt_finds_the_memory_empty_and_counts_its_own_chunks(one_layer):
+    start = LENGTHS + 2
+    ends = start + np.array([CHUNK + 1, CHUNK, 2])
+    model, want = inference_model(one_layer), _published(one_layer, start, ends)
+    _, state = prefill(model, start_state(model, ROWS), TOKENS, LENGTHS, memory="published")
+    _, state = prefill(
+        model,
+        state,
+        TOKENS[np.arange(ROWS)[:, None], LENGTHS[:, None] + [0, 1]],
+        memory="published",
+    )
+    logits, _ = prefill(model, state, _rest(start), ends - start, memory="published")
+    assert_close(np.asarray(logits), want[np.arange(ROWS), ends - 1])
+
+
+def test_a_mesh_changes_neither_logits_nor_states():
+    methods = ("ipttcd", "deltanet_hybrid")
+    found = json.loads(printed(__file__, *methods, count=8))
+    assert found.keys() == {*methods}
+    for method, result in found.items():
+        assert result["worst"] < 1e-10, method
+    # Rows on four groups of devices, key heads and delta_w on two of each group.
+    assert found["ipttcd"]["share"] < 1 / 4
+
+
+def test_a_mesh_that_cuts_rows_is_refused(float64):
+    model = inference_model(Transformer(config_of("swa"), rngs=nnx.Rngs(0)))
+    mesh = jax.sharding.AbstractMesh((1, 1, 2, 1), AXES, (AxisType.Auto,) * 4)
+    with jax.sharding.use_abstract_mesh(mesh):
+        refused("seq 2 must be 1", start_state, model, 2)
+
+
+PROMPTS = np.array([3, 9, 11, 8, 5, 12, 4, 7])
+MORE = CHUNK + 1
+
+
+def read(method: str, mesh_name: str):
+    """(logits of the prompts and of every step after them, the state)."""
+    from tests.sharding.equal_on_devices import B, V, config, mesh_of, placed_params
+
+    model_config, mesh = config(method, num_layers=2, fast_layers=(0,)), mesh_of(mesh_name)
+    tokens = np.random.default_rng(0).integers(0, V, (B, PROMPTS.max() + MORE))
+    params = placed_params(model_config, mesh)
+    with jax.set_mesh(mesh):
+        model = inference_model(with_params(model_config, params))
+        state = start_state(model, B, max_length=tokens.shape[1])
+        logits, state = prefill(model, state, tokens, PROMPTS)
+        found = [logits]
+        for time in range(MORE):
+            logits, state = decode(model, state, tokens[np.arange(B), PROMPTS + time])
+            found.append(logits)
+    return found, state
+
+
+def compared(method: str) -> dict[str, float]:
+    """The largest relative difference of logits and states on 2 x 2 x 1 x 2 devices (data x fsdp x
+    seq x tensor) and on one, and the share of the state that one device holds."""
+    from tests.sharding.equal_on_devices import worst_distance
+
+    expected, found = read(method, "1x1x1x1"), read(method, "2x2x1x2")
+    leaves = jax.tree.leaves(found[1])
+    held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+    worst = worst_distance(found, expected)
+    return {"worst": worst, "share": held / sum(x.nbytes for x in leaves)}
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    print(json.dumps({method: compared(method) for method in sys.argv[1:]}))

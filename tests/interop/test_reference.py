@@ -1,0 +1,316 @@
+"""Checkpoints of the reference implementation, made of the reference values: their configurations
+both ways, and what is read, evaluated, and written again bit for bit."""
+
+import json
+import math
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from checks import assert_same, refused
+
+from tests.parity.checks import model_from_reference, model_type, stacked_params
+from tests.parity.golden import Golden
+from ttcd_jax.errors import CheckpointError, DataError
+from ttcd_jax.interop.reference import names_on_disk
+from ttcd_jax.interop.reference_config import (
+    export_reference,
+    families,
+    open_reference,
+    reference_config,
+    transformer_config,
+    unread_keys,
+)
+from ttcd_jax.interop.weight_files import INDEX, SINGLE, open_weights, write_safetensors
+from ttcd_jax.methods.delta_net import DeltaRuleConfig
+from ttcd_jax.train.layers_on_disk import by_name
+
+FOLDER = Path(__file__).parents[1] / "golden"
+MODELS = sorted(FOLDER.glob("*_model*.npz"))
+UNTIED, TIED = FOLDER / "ipttcd_model_vis2.npz", FOLDER / "ipttcd_model_swa_gqa_tied.npz"
+EMBEDDING, HEAD = "model.embeddings.weight", "lm_head.weight"
+
+
+def _source(golden) -> dict:
+    return golden.config | {"model_type": model_type(golden)}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a reference file as a checkpoint folder, its tensors or configuration changed."""
+
+    def write(path, tensors=None, max_bytes=10**9, **config):
+        golden = Golden(path)
+        source = _source(golden) | config
+        write_safetensors(tmp_path, tensors or golden.group("param."), max_bytes)
+        text = json.dumps(source, indent=3).replace("\n", "\r\n")
+        (tmp_path / "config.json").write_bytes(text.encode())
+        return tmp_path, golden
+
+    return write
+
+
+def import_reference(folder):
+    """The model with its parameters as arrays."""
+    opened = open_reference(folder)
+    rows = {name: jnp.asarray(leaf.read()) for name, leaf in by_name(opened.params).items()}
+    return opened._replace(params=stacked_params(rows, opened.config))
+
+
+def _assert_exported(folder, imported):
+    """Exporting gives what the folder holds."""
+    given = dict(open_weights(folder))
+    tensors, text = export_reference(*imported)
+    assert text.encode() == (folder / "config.json").read_bytes()
+    assert tensors.keys() == given.keys()
+    for name, value in given.items():
+        assert tensors[name].dtype == value.dtype
+        assert tensors[name].shape == value.shape
+        assert tensors[name].tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_an_export_equals_its_import(path, write):
+    folder, golden = write(path)
+    imported = import_reference(folder)
+    _assert_exported(folder, imported)
+    tensors = golden.group("param.")
+    assert imported.config == transformer_config(_source(golden))
+    assert_same(imported.params, model_from_reference(tensors, imported.config))
+    assert imported.metadata["num_parameters"] == sum(value.size for value in tensors.values())
+    assert imported.metadata["ignored_keys"] == imported.metadata["dropped"] == []
+
+
+@pytest.mark.parametrize("max_bytes", [10**9, 20_000])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_exports_of_narrow_and_sharded_checkpoints_equal_their_imports(write, dtype, max_bytes):
+    tensors = {n: v.astype(dtype) for n, v in Golden(TIED).group("param.").items()}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
+    folder, _ = write(TIED, tensors, max_bytes)
+    assert (folder / INDEX).exists() == (max_bytes < 10**9)
+    imported = import_reference(folder)
+    assert imported.params["embedding"].dtype == jnp.float32
+    _assert_exported(folder, imported)
+    assert set(imported.metadata["files"]) > {"config.json"}
+    wide, text = export_reference(*imported, dtype="float32")
+    assert {value.dtype.name for value in wide.values()} == {"float32"}
+    assert json.loads(text)["torch_dtype"] == "float32"
+
+
+def test_a_second_prefix_and_old_buffers_are_removed(write):
+    tensors = {f"model.{n}": v for n, v in Golden(UNTIED).group("param.").items()}
+    buffers = {
+        "model.model.layers.0.mlp.ttt_lr": np.ones(1, np.float32),
+        "model.model.layers.0.attn.rotary.inv_freq": np.ones(4, np.float32),
+    }
+    folder, golden = write(UNTIED, tensors | buffers)
+    imported = import_reference(folder)
+    names = sorted(name.removeprefix("model.") for name in buffers)
+    assert imported.metadata["dropped"] == names
+    exported, _ = export_reference(*imported)
+    assert exported.keys() == golden.group("param.").keys()
+    write(UNTIED, tensors | {HEAD: tensors["model." + HEAD]})
+    refused("are the same tensor", import_reference, folder, error=DataError)
+
+
+def test_a_stored_tied_head_is_exported_or_the_embedding_counts(write, caplog):
+    tensors = Golden(TIED).group("param.")
+    folder, _ = write(TIED, tensors | {HEAD: tensors[EMBEDDING]})
+    imported = import_reference(folder)
+    assert imported.metadata["tied_head"] == "equal to the embedding"
+    assert "head" not in imported.params
+    _assert_exported(folder, imported)
+    folder, _ = write(TIED, tensors | {HEAD: tensors[EMBEDDING] + 1})
+    imported = import_reference(folder)
+    assert "lm_head.weight differs from the embedding" in caplog.text
+    np.testing.assert_array_equal(imported.params["embedding"], tensors[EMBEDDING])
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "words"),
+    [
+        (UNTIED, {HEAD: None}, "1 only in the model: lm_head.weight"),
+        (UNTIED, {"model.layers.1.mlp.b_proj": [1.0]}, "1 only in the checkpoint"),
+        (UNTIED, {"model.layers.9.mlp_norm.weight": [1.0]}, "only in the checkpoint|layers.9"),
+        (UNTIED, {"model.layers.x.mlp_norm.weight": [1.0]}, "only in the checkpoint"),
+        (UNTIED, {"model.layers.-1.mlp_norm.weight": [1.0]}, "only in the checkpoint"),
+        (UNTIED, {"model.layers.": [1.0]}, "only in the checkpoint"),
+        (UNTIED, {f"x{i}": [1.0] for i in range(9)}, "9 only in|and 5 more"),
+        (UNTIED, {"model.norm.weight": [1.0]}, "shape: model.norm.weight (1,) not (32,)"),
+        (TIED, {EMBEDDING: None, "x": [2.0]}, f"only in the model: {EMBEDDING};|t: x"),
+    ],
+)
+def test_another_model_is_refused_with_the_differences(write, path, change, words):
+    tensors = Golden(path).group("param.")
+    tensors |= {name: np.asarray(v, np.float32) for name, v in change.items() if v is not None}
+    folder, _ = write(path, {n: v for n, v in tensors.items() if change.get(n, v) is not None})
+    refused(words, import_reference, folder, error=CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        ({"num_hidden_layers": 10**9}, CheckpointError, "1000000000 layers"),
+        ({"hidden_size": 2**40}, CheckpointError, "another shape"),
+        ({"vocab_size": 98}, CheckpointError, "(97, 32) not (98, 32)"),
+        ({"num_hidden_layers": True}, DataError, "config.json"),
+        ({"num_heads": "4"}, DataError, "config.json|num_heads"),
+        ({"ttt_layers": [7]}, DataError, "config.json|7"),
+        ({"model_type": "llama"}, DataError, "llama"),
+        *((text, DataError, "config.json") for text in ("", "[]", '{"a": 1, "a": 2}', "\x00")),
+        ("[" * 100_000, DataError, "config.json"),
+        (None, DataError, "config.json"),
+    ],
+)
+def test_a_configuration_of_another_model_or_none_is_refused(write, config, error, words):
+    folder, _ = write(UNTIED, **(config if isinstance(config, dict) else {}))
+    if isinstance(config, str):
+        (folder / "config.json").write_text(config)
+    if config is None:
+        (folder / "config.json").unlink()
+        folder /= SINGLE
+    refused(words, import_reference, folder, error=error)
+
+
+def test_a_model_of_our_own_comes_out_and_in_again_or_is_not_written(write, tmp_path):
+    folder, _ = write(UNTIED)
+    params, config, _ = import_reference(folder)
+    tensors, text = export_reference(params, config)
+    assert json.loads(text)["torch_dtype"] == "float32"
+    again = tmp_path / "again"
+    again.mkdir()
+    write_safetensors(again, tensors)
+    (again / "config.json").write_text(text)
+    imported = import_reference(again)
+    assert imported.config == config
+    assert_same(imported.params, params)
+    other = config.replace(rope=config.rope.replace(base=1.5))
+    assert json.loads(export_reference(params, other)[1])["rope_theta"] == 1.5
+    wide = config.replace(method="deltanet_hybrid", memory=DeltaRuleConfig(value_expansion=2))
+    refused("layer 0.delta.rule.value_expansion 2", export_reference, params, wide)
+    params["final_norm"] = params["final_norm"] * 1e6
+    refused("model.norm.weight|float16", export_reference, params, config, dtype="float16")
+
+
+SMALL = {"hidden_size": 1024, "num_hidden_layers": 24, "num_heads": 16, "intermediate_size": None}
+LARGE = {"hidden_size": 1536, "num_hidden_layers": 24, "num_heads": 24, "intermediate_size": None}
+COMMON = {"vocab_size": 129280, "tie_word_embeddings": True, "rope_theta": 1e6, "window_size": 2048}
+FAST = {"ttt_layers": [0, 6, 12, 18], "ttt_chunk": 1024}
+LACT = {"num_attn_heads": 16, "num_lact_heads": 4, "w0_w2_low_rank": 32}
+LACT |= {"use_momentum": True, "learnable_ttt_scale": True}
+PUBLISHED = [
+    ("transformer", SMALL, 440_714_240),
+    ("transformer", LARGE, 878_126_592),
+    ("ipttt", SMALL | FAST, 444_929_024),
+    ("ipttt", LARGE | FAST, 887_594_496),
+    ("ipttcdv9", SMALL | FAST, 445_025_280),
+    ("ipttcdv9", LARGE | FAST, 887_733_760),
+    ("delta_net", SMALL, 441_403_904),
+    ("delta_net", LARGE, 879_455_232),
+    ("gated_deltanet", SMALL | {"head_dim": 64, "expand_v": 1}, 466_963_712),
+    ("gated_deltanet", LARGE | {"head_dim": 64, "expand_v": 1}, 936_964_224),
+    ("deltanet_baseline", SMALL | {"ttt_layers": [0, 6, 12, 18]}, 457_561_088),
+    ("lact", SMALL | LACT, 450_747_872),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "count"), PUBLISHED)
+def test_published_models_have_the_published_number_of_parameters(name, sizes, count):
+    config = transformer_config({"model_type": name} | COMMON | sizes)
+    assert sum(math.prod(x.leaf.shape) for x in names_on_disk(config).values()) == count
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_a_configuration_survives_the_way_out_and_back(path):
+    source = _source(Golden(path))
+    config = transformer_config(source)
+    again = reference_config(config)
+    assert transformer_config(again) == config
+    assert unread_keys(again) == unread_keys(source) == []
+
+
+SMALLEST = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_heads": 2}
+
+
+@pytest.mark.parametrize("name", families())
+def test_absent_keys_take_the_class_defaults(name):
+    extra = {"ttt_layers": [0], "num_attn_heads": 2, "num_lact_heads": 2}
+    config = transformer_config(SMALLEST | extra | {"model_type": name, "window_size": 8192})
+    assert (config.qk_norm_eps, config.norm_eps, config.has_tied_head) == (1e-5, 1e-6, False)
+    assert config.mlp_dim == 256
+    match config.method:
+        case "ipttcd":
+            memory = config.memory
+            assert (memory.chunk_size, memory.eta, memory.num_taps) == (8192, 0.3, 5)
+            assert (memory.teacher_conv_init, memory.student_conv_init) == ("zeros", "zeros")
+            assert (memory.output, memory.renorm_chunks) == ("teacher", None)
+            assert memory.normalizes_keys
+            assert config.student_window == 8192
+        case "ipttt":
+            assert not config.memory.is_conv_causal
+            assert config.memory.target == "hidden"
+            assert config.memory.proj_init == "gaussian_diagonal"
+        case "gated_deltanet":
+            assert (config.head_dim, config.memory.value_expansion) == (256, 2)
+        case "deltanet":
+            assert (config.head_dim, config.memory.value_expansion) == (4, 1)
+        case "lact":
+            assert (config.memory.low_rank, config.memory.has_momentum) == (None, False)
+
+
+def test_aliases_and_switches():
+    source = SMALLEST | {"model_type": "ipttt", "ttt_layers": [0], "ttt_target": "input_embeds"}
+    assert transformer_config(source).memory.target == "embedding"
+    off = transformer_config(source | {"ttt_mode": False})
+    assert off.method == "full"
+    raw = SMALLEST | {"model_type": "ipttcdv8", "ttt_layers": [0], "ttt_weight_renorm": True}
+    memory = transformer_config(raw | {"ttt_output_use_teacher_conv": False}).memory
+    assert (memory.output, memory.renorm_chunks) == ("teacher_raw", 4)
+    assert unread_keys(source | {"ttt_magic": 1, "_comment": ""}) == ["ttt_magic"]
+    refused("vocab_size", transformer_config, {"model_type": "transformer"}, error=DataError)
+
+
+IPTTCD = SMALLEST | {"model_type": "ipttcdv9", "ttt_layers": [0]}
+
+
+GPT, PLAIN = ({"model_type": name} for name in ("gpt2", "transformer"))
+DELTA = {"model_type": "delta_net"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (GPT, "gpt2|ipttcdv9"),
+        ({"ttt_output_source": "techer"}, "'techer'|'student'"),
+        ({"model_type": ["ipttcdv9"]}, "model_type"),
+        ({"use_output_gate": True}, "use_output_gate|True"),
+        ({"hidden_act": "gelu"}, "hidden_act|gelu"),
+        ({"ttt_proj_init": "sparse"}, "ttt_proj_init|sparse|diagonal"),
+        ({"ttt_proj_init": ["zero"]}, "ttt_proj_init"),
+        ({"ttt_chunk": None}, "ttt_chunk"),
+        ({"ttt_visible_chunks": "1"}, "ttt_visible_chunks"),
+        ({"ttt_mode": "no"}, "ttt_mode"),
+        ({"hidden_size": "8"}, "hidden_size"),
+        ({"norm_eps": 10**400}, "norm_eps"),
+        (DELTA | {"num_heads": 0}, "num_heads"),
+        (DELTA | {"expand_k": 0}, "expand_k"),
+        (DELTA | {"use_gate": True}, "use_gate"),
+        (PLAIN | {"rope_scaling": {"a": 1}}, "rope_scaling"),
+    ],
+)
+def test_what_we_do_not_compute_is_refused_by_name(changes, words):
+    refused(words, transformer_config, IPTTCD | changes, error=DataError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": "ipttcd_ideal", "memory": None}, "ipttcd_ideal"),
+        ({"student_window": 8000}, "student window"),
+        ({"has_qk_norm": True, "qk_norm_eps": 1e-6}, "eps"),
+    ],
+)
+def test_what_the_reference_has_not_is_refused(changes, words):
+    refused(words, reference_config, transformer_config(IPTTCD).replace(**changes))

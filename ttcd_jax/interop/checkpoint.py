@@ -1,0 +1,216 @@
+"""Checkpoints of other implementations, a `config.json` and weights: import and export.
+
+An import keeps all that an export needs to reproduce the files: every tensor's dtype, whether a
+tied head was stored besides the embedding, and `config.json` byte for byte.
+"""
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from flax.traverse_util import unflatten_dict
+
+from ttcd_jax.config import differences
+from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.files import parse_json, read_json, read_text, sha256
+from ttcd_jax.interop.reference import Named, Params, model_to_reference, names_on_disk
+from ttcd_jax.interop.weight_files import WeightFiles, cast, open_weights
+from ttcd_jax.models.config import TransformerConfig, block_configs
+from ttcd_jax.precision import Precision
+from ttcd_jax.train.checkpoint import StreamedLeaf
+from ttcd_jax.train.layers_on_disk import misfit
+
+CONFIG = "config.json"
+
+_EMBEDDING, _HEAD, _PREFIX = "model.embeddings.weight", "lm_head.weight", "model."
+# Fields of our blocks without effect on a document's output: speed (with the chunks of the delta
+# rule), initialisation, gradients, document resets. Writers check the eps of q/k norms, which has
+# an effect where there are any.
+_UNSEEN = {
+    "attention_implementation", "block_chunks", "conv_init", "folds_state", "form", "init_std",
+    "precision", "proj_init", "qk_norm_eps", "resets_at_document", "rule.chunk_size",
+    "student_conv_init", "teacher_conv_init", "zero_slope",
+}  # fmt: skip
+
+
+class Format(NamedTuple):
+    """What the checkpoints of one implementation mean.
+
+    `model_of(config.json, precision)` is our configuration of the model. `unread` gives the keys of
+    `config.json` without effect, `renamed` their name of a tensor of the reference. Tensors whose
+    names end with one of `dropped` are buffers, which the configuration determines. `dtype`: of the
+    parameters that are read, None the widest of the files. `texts`: small files that are kept.
+    """
+
+    name: str
+    model_of: Callable[[Mapping[str, Any], Precision], TransformerConfig]
+    unread: Callable[[Mapping[str, Any]], list[str]]
+    dropped: tuple[str, ...]
+    renamed: Callable[[str], str] = lambda name: name
+    dtype: np.dtype | None = None
+    texts: Sequence[str] = ()
+
+
+class ImportedModel(NamedTuple):
+    """Parameters as a nested dict, the configuration of their model, and metadata of the files
+    (ready for JSON: paths, digests, dtypes, dropped tensors, the original configuration)."""
+
+    params: Params
+    config: TransformerConfig
+    metadata: dict[str, Any]
+
+
+def open_checkpoint(path: Path, form: Format) -> ImportedModel:
+    """The model in a folder with `config.json` and weights, or in a weight file next to one. Its
+    parameters are `StreamedLeaf`s by their names on disk: nothing but headers is read yet.
+
+    A second prefix `model.` of all names, as in training checkpoints, is removed. A tied model
+    takes the embedding, with a warning for a stored head that differs. Raises `DataError` for a
+    file that is missing or damaged and for a model that we do not support, by its key,
+    `CheckpointError` for names or shapes that do not fit `config.json`.
+    """
+    folder = path if path.is_dir() else path.parent
+    file = folder / CONFIG
+    source, weights = read_json(file), open_weights(path)
+    text = file.read_bytes().decode()  # line endings unchanged
+    texts = (folder / name for name in form.texts)
+    texts = {file.name: read_text(file) for file in texts if file.is_file()}
+    return imported(path, form, source, weights, [file, *weights.files], text, texts)
+
+
+def imported(
+    path: Path,
+    form: Format,
+    source: Mapping[str, Any],
+    weights: WeightFiles,
+    files: Sequence[Path],
+    text: str,
+    texts: Mapping[str, str],
+) -> ImportedModel:
+    """The model of the `config.json` `source`, whose text is `text`, with these weights. Of
+    `files`, the first has the configuration; `texts` are the contents of small files."""
+    config_file, names = files[0], _names(weights)
+    own = source.get("model")
+    counts = source.get("num_hidden_layers"), isinstance(own, dict) and own.get("num_layers")
+    for layers in counts:
+        if isinstance(layers, int) and layers > len(names):  # before anything is built per layer
+            raise CheckpointError(
+                f"{config_file} has {layers} layers, the checkpoint {len(names)} tensors"
+            )
+    kinds = {tensor.dtype for tensor in weights.stored.values()}
+    dtype = form.dtype or functools.reduce(jnp.promote_types, kinds)
+    kind: Any = dtype.name
+    compute = kind if kind == "bfloat16" else "float32"
+    try:
+        config = form.model_of(source, Precision(param=kind, compute=compute))
+    except UserError as error:
+        raise DataError(f"{config_file}: {error}") from error
+    dropped = sorted(name for name in names if name.endswith(form.dropped))
+    is_tied = config.has_tied_head and _HEAD in names
+    used = names.keys() - {*dropped, *([_HEAD] if is_tied else [])}
+    wanted = {form.renamed(name): x for name, x in names_on_disk(config).items()}
+    shapes = {name: jax.eval_shape(x.layout.to_theirs, x.leaf) for name, x in wanted.items()}
+    if problem := misfit(shapes, {name: weights.stored[names[name]] for name in used}):
+        raise CheckpointError(f"{path} is not the model of its configuration: {problem}")
+    params = {x.path: _leaf(weights, names[name], x, dtype) for name, x in wanted.items()}
+    metadata = {
+        "format": form.name,
+        "path": str(path.absolute()),
+        "files": {
+            file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files
+        },
+        "model_type": source["model_type"],
+        "num_parameters": sum(math.prod(leaf.shape) for leaf in params.values()),
+        "has_prefix": any(name != stored for name, stored in names.items()),
+        "dropped": dropped,
+        "tied_head": _tied_head(weights, names, form.renamed(_EMBEDDING)) if is_tied else None,
+        "ignored_keys": form.unread(source),
+        "dtypes": {name: weights.stored[names[name]].dtype.name for name in sorted(names)},
+        "config_json": text,
+        "text_files": dict(texts),
+    }
+    return ImportedModel(unflatten_dict(params, sep="/"), config, metadata)
+
+
+def _names(weights: WeightFiles) -> dict[str, str]:
+    """Name -> the name in the file, which may have one more prefix."""
+    if not any(name.startswith(_PREFIX + _PREFIX) for name in weights):
+        return {name: name for name in weights}
+    names: dict[str, str] = {}
+    for stored in weights:
+        name = stored.removeprefix(_PREFIX)
+        if name in names:
+            raise DataError(
+                f"{weights.stored[stored].file}: {names[name]!r} and {stored!r} are the same tensor"
+            )
+        names[name] = stored
+    return names
+
+
+def _leaf(weights: WeightFiles, stored: str, ours: Named, dtype: np.dtype) -> StreamedLeaf:
+    def read() -> np.ndarray:
+        return np.ascontiguousarray(ours.layout.to_ours(weights[stored]), dtype)
+
+    return StreamedLeaf(ours.leaf.shape, dtype, read)
+
+
+def _tied_head(weights: WeightFiles, names: Mapping[str, str], embedding: str) -> str:
+    if np.array_equal(weights[names[_HEAD]], weights[names[embedding]]):
+        return "equal to the embedding"
+    text = "%s differs from the embedding it is tied to: the embedding is used for both"
+    logging.warning(text, names[_HEAD])
+    return "differs from the embedding, not used"
+
+
+def exported(
+    params: Params,
+    config: TransformerConfig,
+    form: Format,
+    describe: Callable[[], dict[str, Any]],
+    metadata: Mapping[str, Any] | None,
+    dtype: str | None,
+) -> tuple[dict[str, np.ndarray], str]:
+    """(tensors by their names, text of `config.json`) of one of our models.
+
+    With the `metadata` of its import, tensors and configuration are those of the import, bit for
+    bit; otherwise they are float32 and `describe()`. `dtype` replaces either. Raises `UserError`
+    for a value that `dtype` cannot hold.
+    """
+    source = parse_json(metadata["config_json"].encode(), Path(CONFIG)) if metadata else describe()
+    tensors = {form.renamed(x): y for x, y in model_to_reference(params, config).items()}
+    if metadata and metadata["tied_head"]:
+        tensors[_HEAD] = tensors[form.renamed(_EMBEDDING)]
+    if metadata and dtype is None:
+        return cast(tensors, metadata["dtypes"]), metadata["config_json"]
+    dtype = dtype or "float32"
+    source["dtype" if "dtype" in source else "torch_dtype"] = dtype
+    return cast(tensors, dict.fromkeys(tensors, dtype)), as_json(source)
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"
+
+
+def check_expressed(ours: TransformerConfig, theirs: TransformerConfig, whose: str) -> None:
+    """Raises `UserError` for the first field, of those that the output of a document depends on,
+    that differs between a model and what its exported configuration describes."""
+    for difference in differences(_seen(theirs), _seen(ours)):
+        name, _, values = difference.partition(": ")
+        if not any(re.search(rf"\b{re.escape(unseen)}\b", name) for unseen in _UNSEEN):
+            possible, _, value = values.partition(" -> ")
+            raise UserError(f"{whose} cannot express {name} {value} of this model, only {possible}")
+
+
+def _seen(config: TransformerConfig) -> dict[str, Any]:
+    """The fields that the output of a model depends on."""
+    fields = {name: getattr(config, name) for name in ("vocab_size", "norm_eps", "has_tied_head")}
+    blocks = enumerate(block_configs(config))
+    return fields | {f"layer {layer}": block.to_dict() for layer, block in blocks}
