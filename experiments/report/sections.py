@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from ttcd_kernels.table import Row
 
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import read_json
 from ttcd_jax.measure.page import Section, write_page
 from ttcd_jax.measure.pictures import Picture, coloured_by_run, plot_lines
-from ttcd_jax.measure.results import damage_named, read_all_results, task_sections
+from ttcd_jax.measure.results import read_all_results, task_sections
 from ttcd_jax.methods import method_named
 from ttcd_jax.run.directory import METRICS, RunDirectory, model_config
 from ttcd_jax.run.reporting import read_metrics
@@ -119,7 +119,7 @@ def training_sections(runs: Sequence[Run], output: Path) -> list[Section]:
                 if name == "loss":
                     row["tokens/s (median)"] = statistics.median(speeds) if speeds else None
                 table.append(row)
-        path = output / f"{name}.png"
+        path = output / ("training.png" if name == "loss" else f"{name}.png")
         lines = {label: ([*found], [*found.values()]) for label, found in numbers.items()}
         plot_lines(path, title=title, x_label="step", y_label=y_label, series=lines)
         sections.append(Section(title, table, [Picture(path.absolute(), f"{title}, by step.")]))
@@ -139,17 +139,18 @@ def _sweeps(sweeps: Sequence[Path], output: Path) -> list[Section]:
 
 def _tables(path: Path) -> list[Section]:
     """The tables in a file that a benchmark, a check of kernels or `experiments.proposition` has
-    written, each with its device and commit. Raises `UserError` for a file without any."""
+    written, each with its device and commit. Raises `DataError` for a file without any."""
     report = read_json(path)
-    with damage_named(str(path)):
-        where = ", ".join(str(report["environment"][name]) for name in ("device", "commit"))
-        parts = {"": report, **report.get("ops", {})}
-        found = {
-            " ".join(filter(None, (path.stem, name, kind))): part[kind]
-            for name, part in parts.items()
-            for kind in ("parity", "rows")
-            if part.get(kind)
-        }
-        if not found or not all(isinstance(row, dict) for rows in found.values() for row in rows):
-            raise LookupError("it has no rows")
-        return [Section(f"{title} ({where})", rows, ()) for title, rows in found.items()]
+    where, ops = report.get("environment"), report.get("ops")
+    parts = {"": report} | (ops if isinstance(ops, dict) else {})
+    found = {
+        " ".join(filter(None, (path.stem, name, kind))): rows
+        for name, part in parts.items()
+        for kind in ("parity", "rows")
+        if isinstance(part, dict) and isinstance(rows := part.get(kind), list) and rows
+    }
+    rows = [row for table in found.values() for row in table]
+    if not rows or not all(isinstance(row, dict) for row in (*rows, where)):
+        raise DataError(f"{path} is no report of a benchmark: it has no rows and environment")
+    suffix = f"({where.get('device')}, {where.get('commit')})"
+    return [Section(f"{title} {suffix}", rows, ()) for title, rows in found.items()]

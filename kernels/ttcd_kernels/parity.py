@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, UInt
+from jaxtyping import Float, Shaped, UInt
 
 from ttcd_kernels import measure
 from ttcd_kernels.measure import FAILED, Row
@@ -87,7 +87,9 @@ def ulps(found: Numbers, expected: Numbers) -> UInt[np.ndarray, "*shape"]:
     return np.where(ours > theirs, ours - theirs, theirs - ours).view(np.uint64)
 
 
-def relative_error(found: Numbers, expected: Numbers) -> float:
+def relative_error(
+    found: Shaped[np.ndarray, "*shape"], expected: Shaped[np.ndarray, "*shape"]
+) -> float:
     """The largest difference over the largest magnitude; if only zeros are expected, undivided; NaN
     without an element."""
     if not found.size:

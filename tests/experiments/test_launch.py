@@ -118,7 +118,8 @@ def test_evaluation_writes_json_csv_and_a_picture(finished):
     places = f"--run_dir={run_dir}", f"--output={run_dir / 'page'}"
     assert "go on" in commands.output("report", *places, "--next=go on")
     assert {path.name for path in (run_dir / "page").iterdir()} == {
-        *("index.html", "recall.png", "needle.png", "training.png")
+        *("index.html", "recall.png", "needle.png"),
+        *("training.png", "memory_ratio.png", "gate_mean.png"),
     }
 
 

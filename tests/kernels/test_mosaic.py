@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import mosaic_call, xla
 from ttcd_kernels.dual_window.cotangents import Residuals, backward_operands
-from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile, Tuning
+from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile, MosaicTuning
 from ttcd_kernels.windows import Windows
 
 KERNELS = ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
@@ -82,7 +82,7 @@ def _errors(case):
     operands = draw(0, q, k, k, dtype=dtype)
     cotangents = *draw(1, q, q, dtype=dtype), *draw(2, row, row, dtype="float32")
     windows = Windows(case["teacher"], case["student"], H**-0.5)
-    tuning = Tuning(*(MosaicTile(*tile) for tile in case.get("tiles", MOSAIC_TILES[H])))
+    tuning = MosaicTuning(*(MosaicTile(*tile) for tile in case.get("tiles", MOSAIC_TILES[H])))
     options = {"tuning": tuning, "interpret": mosaic_gpu.InterpretGPUParams(detect_races=True)}
 
     @jax.jit
@@ -127,7 +127,10 @@ def test_results_are_those_of_the_definition_and_nothing_races(name):
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
 def test_gradients_pass_through_all_four_results(monkeypatch, transform):
-    monkeypatch.setattr(mosaic_call, "launch_forward", _define)
+    def define(windows, q, k, v, segment_ids):
+        return definitions.dual_window(q, k, v, segment_ids, windows)
+
+    monkeypatch.setattr(mosaic_call, "launch_forward", define)
     monkeypatch.setattr(mosaic_call, "launch_backward", xla.gradients)
     qkv = draw(0, (2, 1, 24, 4, 64), *[(2, 1, 40, 2, 64)] * 2)
     if transform is jax.jit:

@@ -126,25 +126,26 @@ def test_decode_is_two_kernels_without_spills(capability, case):
     assert merging.registers <= 64
 
 
-@pytest.mark.parametrize("case", cases(decode), ids=lambda case: case.name)
-@pytest.mark.parametrize("capability", [89, 120])
-def test_decode_in_float32_fits_in_99_kib(capability, case):
-    for kernel in compile_kernels(decode, case._replace(dtype="float32"), capability):
-        assert kernel.spill_bytes == 0
-        assert kernel.shared_bytes <= SHARED_LIMIT[capability]
-        assert kernel.registers * 32 * kernel.num_warps <= REGISTERS
+UNUSUAL = [
+    {"dtype": "float32"},
+    {"dtype": "float32", "num_heads": 64, "num_kv_heads": 1},
+    {"dtype": "float16", "num_heads": 17, "num_kv_heads": 1},
+    {"num_heads": 64, "num_kv_heads": 1},
+    # Scalars that are 1 become constants of the kernel.
+    {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "teacher_window": 1, "student_window": 1},
+]
 
 
 @pytest.mark.parametrize(
     ("case", "capability"),
     [
-        *((x._replace(dtype="float32"), gpu) for x in decode.SHAPES["aot"] for gpu in (89, 120)),
-        *((decode.SHAPES["aot"][-1]._replace(**changes), 90) for changes in UNUSUAL),
+        *((x._replace(dtype="float32"), gpu) for x in cases(decode) for gpu in (89, 120)),
+        *((cases(decode)[-1]._replace(**changes), 90) for changes in UNUSUAL),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_decode_of_unusual_shapes_compiles_without_spills(facts):
-    for kernel in compile_kernels(decode, cases(decode)[-1]._replace(**facts), 90):
+def test_decode_in_float32_and_of_unusual_shapes_fits_without_spills(case, capability):
+    for kernel in compile_kernels(decode, case, capability):
         assert kernel.spill_bytes == 0
         assert kernel.shared_bytes <= SHARED_LIMIT[capability]
         if capability != 90:

@@ -128,15 +128,15 @@ def test_parts_give_the_measures_of_the_whole_batch_without_its_padding(float64)
 def test_they_are_measured_where_they_are_due_on_the_parameters_of_the_loss():
     seen = []
     step = measured(
-        lambda state, batch: ({"params": state["params"] + 1}, {"loss": batch}),
-        [lambda params, batch: {"gap": params * 10 + batch}],
+        lambda state, batch: ({"params": state["params"] + 1}, {"loss": batch["tokens"]}),
+        [lambda params, batch: {"gap": params * 10 + batch["tokens"]}],
         start=3,
         is_due=lambda done: done in (5, 6),
     )
     state = {"params": 3}
     for batch in range(4):
-        state, metrics = step(state, batch)
-        seen.append(metrics)
+        state, metrics = step(state, {"tokens": jnp.array(batch)})
+        seen.append({name: int(x) for name, x in metrics.items()})
     assert seen == [{"loss": 0}, {"loss": 1, "gap": 41}, {"loss": 2, "gap": 52}, {"loss": 3}]
 
 

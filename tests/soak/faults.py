@@ -98,15 +98,17 @@ def _killed_after_evaluation(run: Run, rng: random.Random) -> Job:
     *others, last = _evaluations(run)
     job = run.start(*params)
     job.runs_until(lambda: False)
-    if others != before or last["step"] != step or _evaluations(run) != [*before, last]:
-        raise Broken(f"evaluations {_evaluations(run)} instead of {[*before, last]}")
+    expected = [*before, last]  # and later ones, if the run goes on beyond the next
+    if others != before or last["step"] != step or _evaluations(run)[: len(expected)] != expected:
+        raise Broken(f"evaluations {_evaluations(run)} do not begin with {expected}")
     return job
 
 
 def _saved(run: Run, rng: random.Random) -> Job:
     """SIGUSR1 to one process saves in all, soon, and nothing ends."""
-    count, start = rng.randint(1, 3), run.newest
-    number = run.processes - 1
+    start, number = run.newest, run.processes - 1
+    # Not where a checkpoint is due: it would be the one that was asked for.
+    count = next(n for n in range(rng.randint(1, 3), 9) if (start + n) % run.every in (1, 2))
     job = run.start(
         faults={number: ("signals", "step", count, 0, "SIGUSR1")}, stop=count + 3 + 2 * number
     )

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 TRIED = ("4.46.1", "4.57.6", "5.0.0", "5.3.0", "5.24.0")  # of transformers
 _CACHE = next(x for x in ("cache", "past_key_values") if hasattr(CausalLMOutputWithPast, x))
 _QUERIES = 1024  # that attend at once
-_State = list[Tensor]  # of a layer, for later tokens
+_State = list[Tensor]  # what later tokens need of a layer
 
 _versions = (TRIED[0], transformers.__version__, TRIED[-1])
 _oldest, _found, _newest = ([int(x) for x in re.findall(r"\d+", y)[:3]] for y in _versions)
@@ -58,9 +58,9 @@ class TTCDConfig(PretrainedConfig):
 
 
 class TTCDCache(DynamicCache):
-    """`starts`: the columns before the first token of every row. `groups`: by this number the keys
-    and values of every layer, of the rows that begin there, and of a memory the sum [B, F, D] of
-    full chunks and the inputs [B, n, ...] of the n tokens after them."""
+    """`groups`: by the number of columns before the first token the rows that begin there, of
+    every layer keys and values, and where it has a memory the sum [B, F, D] that full chunks wrote
+    and the inputs [B, n, ...] of the n tokens after them. `starts`: that number for every row."""
 
     is_linear, is_croppable = (False,), False
 
@@ -83,8 +83,8 @@ class TTCDCache(DynamicCache):
         rows, starts = indices.tolist(), self.starts
         for start, layers in self.groups.items():
             group = [row for row, other in enumerate(starts) if other == start]
-            kept = [group.index(row) for row in rows if starts[row] == start]
-            self.groups[start] = [[x[kept] for x in layer] for layer in layers]
+            places = [group.index(row) for row in rows if starts[row] == start]
+            self.groups[start] = [[x[places] for x in layer] for layer in layers]
         self.starts = [starts[row] for row in rows]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -103,7 +103,7 @@ def rows_of(
     embedded: Tensor, mask: Tensor | None, positions: Tensor | None, cache: TTCDCache
 ) -> tuple[list[tuple[int, int]], Tensor]:
     """Of every row the column of its first token and the one after its last, and which of the new
-    columns [B, T] have a token. Refuses columns that contradict the cache."""
+    columns [B, T] have a token. Refuses what contradicts the cache."""
     require(embedded.ndim == 3 and embedded.shape[1] > 0, "the input has no tokens [rows, tokens]")
     (B, T, _), past, device = embedded.shape, cache.length, embedded.device
     total, starts, ends = past + T, cache.starts or [0] * B, [past + T] * B
@@ -369,8 +369,7 @@ class TTCDModel(nn.Module):
     def _read(
         self, h: Tensor, start: int, before: list[_State] | None, keeps: bool, every: bool
     ) -> tuple[list[Tensor], list[_State]]:
-        """The same of rows without padding, after `start` tokens; and the states for later
-        tokens."""
+        """The same of rows without padding, after `start` tokens; and what later tokens need."""
         embedded, states, after = h, [], []
         positions = torch.arange(start, start + h.shape[1], device=h.device, dtype=torch.float32)
         angle = positions[:, None] * torch.tensor(self.rotary["frequencies"], device=h.device)
@@ -448,7 +447,7 @@ class TTCDForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **loss_kwargs: Any,
     ) -> Any:
-        """As that of a Llama of any version. `loss_kwargs`: keywords of the loss."""
+        """As that of a Llama of any version. `loss_kwargs`: what the loss takes by name."""
         config = self.config
         require(cache is None or past_key_values is None, "cache or past_key_values: pass one")
         old = given(given(cache, past_key_values), TTCDCache())

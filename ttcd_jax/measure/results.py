@@ -1,6 +1,5 @@
 """Results of an evaluation, on disk, and those of several runs together."""
 
-import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -8,7 +7,7 @@ import io
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,7 +112,8 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     old = _replaced(result)
     rows = task.rows(subject)
     result = dataclasses.replace(result, measured_on=task.measured_on(rows, subject))
-    agree("evaluation", result.to_dict() | {"mesh": str(jax.sharding.get_mesh().shape)})
+    mesh = {"mesh": str(jax.sharding.get_mesh().shape)}
+    agree("evaluation", result.options | result.to_dict() | mesh)
     if old is not None and differing([old.measured_on, result.measured_on]):
         text = "%s was measured on other text, or other rows of it: it is replaced"
         logging.warning(text, old.path / FILE)
@@ -230,18 +230,6 @@ def _label(results: Sequence[Results], run_dir: Path) -> str:
     """The label of a run: the shortest of its results, of the unchanged model if there are any."""
     found = sorted((bool(x.changes), len(x.label), x.label) for x in results)
     return found[0][-1] if results else run_dir.name
-
-
-@contextlib.contextmanager
-def damage_named(what: str) -> Iterator[None]:
-    """Raises `DataError` where the damaged content of `what`, a file, ends in an error."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise DataError(f"{what} is damaged ({cause}): measure it again") from error
 
 
 def merged(results: Sequence[Results]) -> Results:

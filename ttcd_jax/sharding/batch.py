@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ttcd_jax.sharding.rules import shardings
 
@@ -39,6 +39,6 @@ class Placement:
         return {name: array(field) for name, field in batch.items()}
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The sharding of a replicated array."""
     return NamedSharding(mesh, PartitionSpec())

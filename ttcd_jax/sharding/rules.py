@@ -173,7 +173,7 @@ def never_saves_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
     return not is_gathered and primitive.name != "sharding_constraint"
 
 
-def shardings(mesh: Mesh, axes: Any, arrays: Any) -> Any:
+def shardings(mesh: Mesh | AbstractMesh, axes: Any, arrays: Any) -> Any:
     """A `NamedSharding` for every array of a tree, by the axis names in the same tree `axes`.
 
     Raises `UserError` where a dimension does not divide among its devices, with both numbers.

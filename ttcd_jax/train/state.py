@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int
 
 from ttcd_jax.models.config import TransformerConfig
@@ -60,14 +60,14 @@ def logical_axes(config: TransformerConfig) -> Params:
     return nnx.to_pure_dict(nnx.map_state(lambda _, x: x.get_metadata("axes"), params))
 
 
-def params_shardings(config: TransformerConfig, mesh: Mesh) -> Params:
+def params_shardings(config: TransformerConfig, mesh: Mesh | AbstractMesh) -> Params:
     """The sharding of every parameter on `mesh`. Raises `UserError` for a dimension that does not
     divide among its devices."""
     return shardings(mesh, logical_axes(config), abstract_params(config))
 
 
 def state_shardings(
-    config: TransformerConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+    config: TransformerConfig, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
 ) -> Params:
     """The shardings of the training state, in its structure: an optimizer's array of a parameter is
     sharded like that parameter, all else is replicated."""

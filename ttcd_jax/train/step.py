@@ -17,7 +17,7 @@ from ttcd_jax.train.optimizer import global_norm
 from ttcd_jax.train.state import Params, TrainState, logical_axes, with_params
 
 Batch = dict[str, Shaped[Array, "..."]]
-Metrics = dict[str, Shaped[Array, "..."]]
+Metrics = dict[str, jax.typing.ArrayLike]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 # (parameters, step) -> the parameters of the step's loss
 Prepare = Callable[[Params, Int[Array, ""]], Params]

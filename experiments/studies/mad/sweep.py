@@ -113,7 +113,7 @@ def _train(
         is_active, is_good = run.failed_at < 0, is_finite(metrics)
         train = jax.tree.map(functools.partial(jnp.where, is_active & is_good), new, run.train)
         failed_at = jnp.where(is_active & ~is_good, run.train["step"], run.failed_at)
-        return RunState(train, failed_at, run.loss), metrics["loss"]
+        return RunState(train, failed_at, run.loss), jnp.asarray(metrics["loss"])
 
     def epoch_of(epoch: jax.Array, run: RunState) -> RunState:
         order = jax.random.permutation(jax.random.fold_in(key, epoch), num_rows)

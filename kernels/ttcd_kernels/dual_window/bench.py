@@ -110,7 +110,7 @@ def integers(case: Case, launched: launch.Launch) -> list[jax.Array]:
     return [tiles_of(tiles.bands(windows), case.length, case.length, *blocks)]
 
 
-def with_tuning(case: Case, table: tuning.Tuning[tuning.Tile]) -> Callable[..., Any]:
+def with_tuning(case: Case, table: tuning.Tuning) -> Callable[..., Any]:
     return lambda q, k, v: triton_call.dual_window(q, k, v, None, case.windows, table)[:2]
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Shaped
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import tiles
 from ttcd_kernels.dual_window.cotangents import QKV, by_kernels
-from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile, Tuning
+from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTuning
 from ttcd_kernels.launch import Operand
 from ttcd_kernels.windows import Ids, Keys, Queries, Results, Windows
 
@@ -86,7 +86,7 @@ def _prepared(
     kernel: str,
     windows: Windows,
     arrays: Sequence[Any],
-    tuning: Tuning[MosaicTile] | None = None,
+    tuning: MosaicTuning | None = None,
     interpret: Any = False,
 ) -> tuple[Any, dict[str, jax.Array]]:
     """The static options of a launch of a kernel (a field of `Tuning`), and its operands by name.

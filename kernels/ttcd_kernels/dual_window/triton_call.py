@@ -20,7 +20,7 @@ class _Shape(NamedTuple):
     """The static part of a call."""
 
     windows: Windows
-    tuning: Tuning[Tile]
+    tuning: Tuning
 
 
 def unsupported(q: Operand, k: Operand, v: Operand, *_: Any) -> str | None:
@@ -34,7 +34,7 @@ def dual_window(
     v: Keys,
     segment_ids: Ids | None,
     windows: Windows,
-    tuning: Tuning[Tile] | None = None,
+    tuning: Tuning | None = None,
 ) -> Results:
     """All four results of the call, for operands that are not `unsupported`; differentiable through
     all of them, deterministic. float32 operands are multiplied as three products in TF32, whose

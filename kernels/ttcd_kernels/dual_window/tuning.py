@@ -21,17 +21,25 @@ class MosaicTile(NamedTuple):
     num_stages: int
 
 
-class Tuning[T](NamedTuple):
+class Tuning(NamedTuple):
     """Tiles by kernel."""
 
-    forward: T
-    backward_q: T
-    backward_kv: T
+    forward: Tile
+    backward_q: Tile
+    backward_kv: Tile
+
+
+class MosaicTuning(NamedTuple):
+    """Tiles by kernel."""
+
+    forward: MosaicTile
+    backward_q: MosaicTile
+    backward_kv: MosaicTile
 
 
 # By (compute capability, head dim), for operands of two bytes. Chosen by the compiler's reports
 # (`tests/machine_code`: registers, spills, shared memory), not yet by time on a GPU.
-TABLE: dict[tuple[int, int], Tuning[Tile]] = {
+TABLE: dict[tuple[int, int], Tuning] = {
     (90, 128): Tuning(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
     (90, 64): Tuning(Tile(128, 128, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
     (90, 32): Tuning(Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(32, 128, 8, 2)),
@@ -44,7 +52,7 @@ TABLE |= {(gpu, head_dim): TABLE[80, head_dim] for gpu in (100, 120) for head_di
 PADDED = (80, 96)  # to 128 columns, inside the kernels
 TABLE |= {(gpu, dim): TABLE[gpu, 128] for gpu in (80, 90, 100, 120) for dim in PADDED}
 # Operands of four bytes, which are multiplied as three products in TF32; for every GPU.
-FLOAT32: dict[tuple[int, int], Tuning[Tile]] = {
+FLOAT32: dict[tuple[int, int], Tuning] = {
     (80, 128): Tuning(*[Tile(32, 32, 8, 1)] * 3),
     (80, 64): Tuning(*[Tile(32, 32, 4, 2)] * 3),
     (80, 32): Tuning(*[Tile(32, 32, 4, 2)] * 3),
@@ -68,12 +76,12 @@ COMPUTE_WARPGROUPS = 2  # of the Mosaic kernel
 
 # By head dim, for Hopper. Chosen by the reports of the assembler, not yet by time on a GPU.
 MOSAIC_TILES = {
-    64: Tuning(MosaicTile(128, 128, 3), MosaicTile(128, 128, 3), MosaicTile(64, 128, 4)),
-    128: Tuning(MosaicTile(128, 128, 2), MosaicTile(128, 64, 3), MosaicTile(64, 128, 3)),
+    64: MosaicTuning(MosaicTile(128, 128, 3), MosaicTile(128, 128, 3), MosaicTile(64, 128, 4)),
+    128: MosaicTuning(MosaicTile(128, 128, 2), MosaicTile(128, 64, 3), MosaicTile(64, 128, 3)),
 }
 
 
-def tuning_for(capability: int, head_dim: int, itemsize: int) -> Tuning[Tile]:
+def tuning_for(capability: int, head_dim: int, itemsize: int) -> Tuning:
     """The row for operands of `itemsize` bytes of the newest listed GPU that is no newer than
     `capability`."""
     table = TABLE if itemsize == 2 else FLOAT32
