@@ -97,13 +97,13 @@ class _Header:
     def get(self, name: str, kind: type, default: Any = None) -> Any:
         """A field of this type. Raises `DataError` for one of another, and for one that is missing
         if there is no default."""
-        value = self.fields.get(name, default)
-        is_whole = kind is float and type(value) is int
-        if type(value) is not kind and not is_whole and not (value is None and name in self.fields):
-            if value is None and default is None:
+        if name not in self.fields:
+            if default is None:
                 self._fail(f"it has no {name}")
-            if value is not default:
-                self._fail(f"{name} is {str(value)[:80]!r}, not a {kind.__name__}")
+            return default
+        value = self.fields[name]
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            self._fail(f"{name} is {str(value)[:80]!r}, not a {kind.__name__}")
         return value
 
     def type_name(self, name: str) -> str:
