@@ -10,7 +10,7 @@ from ttcd_jax.allocation import RESERVE_BYTES, SHARE, memory_share
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.models.config import memory_chunk
-from ttcd_jax.run import build
+from ttcd_jax.run.build import Program, shard_bytes
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import laid_out, run_mesh
 from ttcd_jax.sharding.mesh import MeshConfig
@@ -51,16 +51,15 @@ def use_topology(topology: str) -> Hardware:
 
 def make_plan(config: RunConfig, mesh: Mesh) -> tuple[DeviceMemory, jax.stages.Compiled]:
     """(bytes of a step on one device of `mesh`, the compiled training step)."""
-    state, batch = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
+    program = Program(config, mesh)
     with jax.set_mesh(mesh):
-        compiled = build.build_step(config, mesh).lower(state, batch).compile()
-    params = build.shard_bytes(state["params"])
+        compiled = program.step().compile()
+    params, optimizer = (shard_bytes(program.state[x]) for x in ("params", "opt_state"))
     # Gradients are as large as the parameters, and part of the temporary arrays.
     sizes = compiled.memory_analysis()
     assert sizes is not None, "the compiler reports the bytes of its program"
-    temporary = sizes.temp_size_in_bytes + build.shard_bytes(batch)
-    optimizer, rest = build.shard_bytes(state["opt_state"]), max(temporary - params, 0)
-    return DeviceMemory(params, params, optimizer, rest), compiled
+    temporary = sizes.temp_size_in_bytes + shard_bytes(program.batch)
+    return DeviceMemory(params, params, optimizer, max(temporary - params, 0)), compiled
 
 
 def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
@@ -69,7 +68,6 @@ def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
     Compiles the real step for this process's devices. Raises `UserError` for a mesh that does not
     fit them or the batch."""
     mesh = run_mesh(config)
-    build.placement(config, mesh)
     # The devices of a topology are CPUs that stand for accelerators.
     config = laid_out(config, mesh if hardware is None else mesh.abstract_mesh)
     used, _ = make_plan(config, mesh)

@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ttcd_jax.errors import UserError
@@ -54,6 +55,13 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
             parts = b"", bytes([draw.randrange(256)]), data[start:stop] * 2, draw.choice(PIECES)
             data = data[:start] + draw.choice(parts) + data[stop:]
     return data
+
+
+def flip_bit(path: Path, position: int) -> None:
+    """Flips the lowest bit of one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
 
 
 def fuzz(

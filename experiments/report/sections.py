@@ -115,8 +115,8 @@ def training_sections(runs: Sequence[Run], output: Path) -> list[Section]:
         for run in runs:
             if found := numbers.get(run.label):
                 row = {"run": run.label, "step": max(found), y_label: found[max(found)]}
-                speeds = [x for x in run.numbers("tokens_per_second").values() if x]
                 if name == "loss":
+                    speeds = [x for x in run.numbers("tokens_per_second").values() if x]
                     row["tokens/s (median)"] = statistics.median(speeds) if speeds else None
                 table.append(row)
         path = output / ("training.png" if name == "loss" else f"{name}.png")

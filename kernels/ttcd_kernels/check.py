@@ -6,9 +6,8 @@
 Each case of each implementation runs in its own process, which may crash or hang: forward and
 gradients, twice, of small odd shapes and of one of 4,096 tokens, in every dtype, with and without
 documents. Results must be within bounds of XLA's in float64, and both runs equal bit by bit
-(`parity`). The JSON is written after every process, and the same command goes on from it. Exits
-with 1 if one is not. If all pass, `"auto"` takes the kernels on this machine
-(`verified`).
+(`parity`); exits with 1 if one is not. If all pass, `"auto"` takes the kernels on this machine
+(`verified`). The JSON is written after every process, and the same command goes on from it.
 """
 
 import argparse

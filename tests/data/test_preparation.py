@@ -10,6 +10,7 @@ import commands
 import corpora
 import numpy as np
 import pytest
+from damage import flip_bit
 
 from ttcd_jax.data import preparation
 from ttcd_jax.data.corpus import CorpusConfig
@@ -140,12 +141,6 @@ def test_calls_that_are_killed_one_after_another_come_to_an_end(program, source,
     assert _files(output) == _prepare(source, tmp_path / "undisturbed")
 
 
-def _flip(path, place):
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -153,7 +148,7 @@ def _flip(path, place):
         (lambda source, _: _write(source, TEXTS[:5]), r"the first \d+ documents"),
         (lambda source, _: _write(source, [*TEXTS, *"abc"]), None),
         (
-            lambda _, folder: _flip(folder / "train.00000.tokens.bin", 6),
+            lambda _, folder: flip_bit(folder / "train.00000.tokens.bin", 6),
             r"train\.00000\.tokens\.bin: its content changed",
         ),
         (

@@ -230,12 +230,12 @@ def test_a_changed_byte_is_refused_or_changes_no_more_than_the_format_cannot_kno
     reader, path, intact, found
 ):
     for file, data in _files(path).items():
-        for place in _some(len(data)):
-            changed = bytes([data[place] ^ (1, 0xFF)[place % 2]])
-            file.write_bytes(data[:place] + changed + data[place + 1 :])
+        for position in _some(len(data)):
+            changed = bytes([data[position] ^ (1, 0xFF)[position % 2]])
+            file.write_bytes(data[:position] + changed + data[position + 1 :])
             if (documents := found()) is not None and reader.tells in ("all", "lengths"):
-                assert [*map(len, documents)] == [*map(len, intact)], (file, place)
-                assert documents == intact or reader.tells == "lengths", (file, place)
+                assert [*map(len, documents)] == [*map(len, intact)], (file, position)
+                assert documents == intact or reader.tells == "lengths", (file, position)
         file.write_bytes(data)
 
 

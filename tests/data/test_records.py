@@ -8,6 +8,7 @@ import corpora
 import numpy as np
 import pytest
 from checks import assert_same
+from damage import flip_bit
 
 from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.data.packing import DocumentRows
@@ -204,18 +205,12 @@ def test_the_data_of_a_run_are_pinned_by_the_digest(copy, corpus):
 TOKENS = "train.00000.tokens.bin"
 
 
-def _flip(path, place):
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda path: os.truncate(path, path.stat().st_size - 8), r"\d+ bytes instead of \d+"),
         (lambda path: path.unlink(), "missing"),
-        (lambda path: _flip(path, 16), "its content changed"),  # one start, or one token
+        (lambda path: flip_bit(path, 16), "its content changed"),  # one start, or one token
     ],
 )
 @pytest.mark.parametrize("name", [TOKENS, "train.00003.tokens.bin", "train.starts.bin"])

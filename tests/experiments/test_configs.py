@@ -81,7 +81,7 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
 def test_every_recipe_divides_among_devices(name):
     config = load(name)
     mesh = AbstractMesh((1, 2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4)
-    state = build.abstract_state(config, mesh)
+    state = build.Program(config, mesh).state
     stored = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(state)
     )

@@ -10,6 +10,7 @@ import subprocess
 import commands
 import numpy as np
 import pytest
+from damage import flip_bit
 from flax import nnx
 from small_models import byte_model
 
@@ -145,9 +146,7 @@ def test_ctrl_c_ends_a_text_and_not_the_loop(run_dir, places, first):
 def test_a_damaged_state_and_one_of_another_checkpoint_are_refused(run, places, first):
     copy = places / "copy"
     shutil.copytree(places / "state", copy)
-    data = bytearray((copy / "state.safetensors").read_bytes())
-    data[-9] ^= 1
-    (copy / "state.safetensors").write_bytes(data)
+    flip_bit(copy / "state.safetensors", -9)
     _, error = run(f"--load_state={copy}", "--interactive", status=4)
     assert "state.safetensors: its content changed" in error
     two = [f"--prompt_file={places / 'question.txt'}"] * 2

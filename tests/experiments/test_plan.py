@@ -121,7 +121,8 @@ def _measure(*params):
     config = load_config(RunConfig, "quickstart.gin", params, config_dir=CONFIG_DIR)
     mesh = layout.run_mesh(config)
     planned, step = plan.make_plan(config, mesh)
-    abstract = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
+    program = build.Program(config, mesh)
+    abstract = program.state, program.batch
 
     def zeros():
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)

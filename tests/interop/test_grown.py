@@ -13,6 +13,7 @@ from experiments import cli
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import CheckpointError
 from ttcd_jax.run.bindings import load_config
+from ttcd_jax.run.build import Program
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import load_params
 from ttcd_jax.run.layout import run_mesh
@@ -78,7 +79,7 @@ def test_a_grown_model_starts_at_its_base(name, layers, method, base, mesh):
     run_dir, config, expected = base(name)
     fields = _recipe(f"cpt/{method}_qwen3_0_6b.gin")
     model = config.replace(method=method, fast_layers=layers, **fields)
-    params = started_state(run_config(model, run_dir), mesh)[-1]["params"]
+    params = started_state(Program(run_config(model, run_dir), mesh))[-1]["params"]
     np.testing.assert_array_equal(logits(model, params), expected)
     moved = jax.tree.map(lambda x: x + 0.1, params)  # the memory is there
     off = model.replace(memory=model.memory.switched_off(40))
@@ -86,7 +87,7 @@ def test_a_grown_model_starts_at_its_base(name, layers, method, base, mesh):
     if (method, layers) == ("ipttcd", (0, 2)):  # the delta rule computes its chunks in turn
         fields = _recipe("continued/ipttcd_corrected.gin", "BOOKS='books'")
         model = config.replace(method=method, fast_layers=layers, **fields)
-        params = started_state(run_config(model, run_dir), mesh)[-1]["params"]
+        params = started_state(Program(run_config(model, run_dir), mesh))[-1]["params"]
         assert distance(logits(model, params), expected) < 1e-5
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, randomize
+from damage import flip_bit
 from devices import run_on_devices
 from flax import nnx
 from small_models import SETTINGS, byte_model, config_of
@@ -207,9 +208,7 @@ def test_answers_to_other_requests_and_damaged_ones_are_not_used(tmp_path, float
     changed.embedding[...] = changed.embedding[...].at[0, 0].add(1e-3)
     assert _scores(changed, tmp_path, rows)[1] == whole
     for path in tmp_path.iterdir():
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+        flip_bit(path, -1)
     found, computed = _scores(model, tmp_path, rows)
     assert computed == whole
     _same(found, expected)

@@ -28,7 +28,7 @@ def undisturbed(tmp_path_factory):
 
 def _final_state(run_dir):
     checkpoints = Checkpoints(run_dir / "checkpoints", model=CONFIG.model, is_read_only=True)
-    _, state = checkpoints.restore(dict(build.abstract_state(CONFIG, run_mesh(CONFIG))))
+    _, state = checkpoints.restore(dict(build.Program(CONFIG, run_mesh(CONFIG)).state))
     checkpoints.close()
     return jax.device_get(state)
 
@@ -137,7 +137,7 @@ def test_what_a_run_waits_for_at_its_end_has_more_time_than_a_step(tmp_path, mon
 
 
 def test_a_run_that_skips_nothing_stores_no_counts_and_goes_on_from_those_of_another(tmp_path):
-    assert "skips" not in build.abstract_state(CONFIG.replace(**NONE), run_mesh(CONFIG))
+    assert "skips" not in build.Program(CONFIG.replace(**NONE), run_mesh(CONFIG)).state
     with pytest.raises(_KilledError):
         train(tmp_path, _kill_at(8))
     assert "at step 17, in rows 64 .. 67 of the data; bad steps: 1, " in _ended(tmp_path, **NONE)

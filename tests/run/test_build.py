@@ -66,8 +66,8 @@ def test_only_data_that_pack_documents_have_segment_ids(tmp_path, kind, has_ids)
     make = (lambda step: [np.ones((4, SEQ_LEN + 1), int)]) if kind == "batches" else None
     batches, _ = build.build_data(config, range(4), make)
     ((_, batch),) = batches.iterate(0, 1)
-    placed = build.placement(config, mesh)({x: batch[x] for x in build.batch_fields(config)})
-    planned = build.abstract_batch(config, mesh)
+    program = build.Program(config, mesh)
+    placed, planned = program.placed(batch), program.batch
     assert ("segment_ids" in planned) is has_ids
     facts = [jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), x) for x in (placed, planned)]
     assert facts[0] == facts[1]

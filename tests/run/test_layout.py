@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.run import build, layout
+from ttcd_jax.run import layout
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.sharding.mesh import AXES, MeshConfig
@@ -73,7 +73,7 @@ def test_rows_that_do_not_divide_among_a_bound_mesh_are_refused():
     config = _loaded("ipttcd_340m.gin", mesh=MeshConfig(), accumulation_steps=16)
     sizes = layout.mesh_config(config, 8).sizes(8)
     with pytest.raises(UserError, match="parts of 1 rows, which do not divide among the 8 devices"):
-        build.placement(config, AbstractMesh(tuple(sizes.values()), AXES))
+        layout.laid_out(config, AbstractMesh(tuple(sizes.values()), AXES))
 
 
 def test_devices_that_no_mesh_divides_the_batch_among_are_refused():

@@ -101,8 +101,7 @@ def test_the_program_of_a_step_does_not_know_of_them():
 
     def text(config):
         with jax.set_mesh(mesh):
-            shapes = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
-            return build.build_step(config, mesh).lower(*shapes).as_text()
+            return build.Program(config, mesh).step().as_text()
 
     assert text(CONFIG) == text(CONFIG.replace(metrics=WITH_GAP))
 

@@ -80,7 +80,7 @@ def run_of(mesh, tmp_path_factory):
         directory = RunDirectory(tmp_path_factory.mktemp("runs"))
         directory.claim(config.to_dict(), "", {})
         with contextlib.closing(Checkpoints(directory.checkpoints, model=model)) as checkpoints:
-            checkpoints.save(3, dict(build.fresh_state(config, mesh)))
+            checkpoints.save(3, dict(build.Program(config, mesh).fresh_state()))
         return directory.path
 
     return run_of
@@ -135,11 +135,12 @@ def test_small_steps_are_not_lost_in_a_narrow_checkpoint(run_of, mesh, tmp_path)
     model = inherited_model(RunDirectory(tmp_path / "new"))("model", {"start_from": source})
     adamw = OptimizerConfig(schedule=ScheduleConfig(peak=1e-5))
     config = run_config(model, start_from=source).replace(optimizer=adamw)
-    _, _, state = started_state(config, mesh)
+    program = build.Program(config, mesh)
+    _, _, state = started_state(program)
     before = {name: np.asarray(x) for name, x in by_name(state["params"]).items()}
     rows, _ = config.data.rows(0)
-    batch = {name: x[None] for name, x in rows[0].items() if name in build.batch_fields(config)}
-    after, _ = build.build_step(config, mesh)(state, batch)
+    batch = program.placed({name: x[None] for name, x in rows[0].items()})
+    after, _ = program.step().compile()(state, batch)
     moved = [np.mean(np.asarray(x) != before[n]) for n, x in by_name(after["params"]).items()]
     assert np.mean(moved) > 0.9
 
@@ -170,7 +171,7 @@ def test_a_plain_run_grows_and_its_first_logits_are_the_same_to_the_bit(
     grown = model.replace(
         method=method, fast_layers=fast_layers, scans_layers=window is None, **GROWN[method]
     )
-    step, _, state = started_state(run_config(grown, start_from=str(run_dir)), mesh)
+    step, _, state = started_state(build.Program(run_config(grown, start_from=str(run_dir)), mesh))
     assert step == 3
     np.testing.assert_array_equal(logits(grown, state["params"]), trained)
 
@@ -183,8 +184,8 @@ def test_what_is_lacking_is_drawn_as_a_fresh_run_draws_it_and_listed(plain, mesh
     assert len(plan.taken) == len(stored_params(PLAIN))
     assert "initialised: layers/0,1,4/mlp/proj" in plan.lines()
     assert len(plan.lines()) == 4  # P, the rate, two convolutions
-    state = started_state(config, mesh)[-1]
-    fresh = build.fresh_state(config, mesh)
+    state = started_state(build.Program(config, mesh))[-1]
+    fresh = build.Program(config, mesh).fresh_state()
     assert state["params"]["group_0"]["block_0"]["mlp"]["proj"].shape == (2, 16, 16)
     ours, theirs = (by_name(x["params"]) for x in (state, fresh))
     assert ours.keys() == theirs.keys()
@@ -206,7 +207,7 @@ def test_what_is_left_over_is_refused_unless_allowed_by_name(run_of, mesh):
     plan = plan_start(config.replace(start_drops=drops))
     assert (len(plan.dropped), plan.initialised) == (8, ())
     assert "dropped: layers/0,3/mlp/rate" in plan.lines()
-    state = started_state(config.replace(start_drops=drops), mesh)[-1]
+    state = started_state(build.Program(config.replace(start_drops=drops), mesh))[-1]
     assert_same(state["params"]["embedding"], load_params(run_dir).params["embedding"])
     with pytest.raises(UserError, match=r"'layers/\*/prj' names no parameter of .*layers/0,1,2,3"):
         plan_start(config.replace(start_drops=(*drops, "layers/*/prj")))
@@ -219,7 +220,7 @@ def test_another_shape_is_refused_with_both_and_may_be_drawn_anew(plain, mesh):
     config = config.replace(start_drops=("embedding",))
     plan = plan_start(config)
     assert plan.lines() == ["initialised: embedding", "dropped: embedding"]
-    params = started_state(config, mesh)[-1]["params"]
+    params = started_state(build.Program(config, mesh))[-1]["params"]
     assert params["embedding"].shape == (11, 16)
 
 

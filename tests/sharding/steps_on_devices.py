@@ -40,7 +40,7 @@ def trained(method: str, mesh_name: str, parts: int):
     fields = batch()
     del fields["segment_ids"]
     row = Placement(mesh, batch_size=B, length=T)(fields)
-    prepare = preparation(model, RATES, memory_warmup=2)
+    prepare = preparation(model, factors, memory_warmup=2)
     step = make_train_step(
         model, optimizer, rate, accumulation_steps=parts, loss_rows=16, prepare=prepare
     )

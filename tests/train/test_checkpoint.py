@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from absl import logging
 from checks import assert_same, refused
+from damage import flip_bit
 
 from ttcd_jax.errors import CheckpointError, ResourceError
 from ttcd_jax.train import checkpoint, digest
@@ -82,9 +83,7 @@ def warnings():
 
 
 def _flip(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, file.stat().st_size // 2)
 
 
 def _truncate(file):

@@ -63,7 +63,7 @@ def compiled(kind, rates, model, warmup, parts):
     step = make_train_step(
         *(model, optimizer, lambda _: jnp.asarray(0.01)),
         **{"accumulation_steps": parts, "loss_rows": 16},
-        prepare=preparation(model, rates, warmup),
+        prepare=preparation(model, factors, warmup),
         measure=in_step(IN_STEP),
     )
     return jax.jit(step), state_of(optimizer, drawn(model))
@@ -162,4 +162,4 @@ def test_a_warm_up_is_that_of_eta(name):
 )
 def test_what_cannot_be_warmed_is_refused(model):
     with pytest.raises(UserError, match="memory_warmup 5"):
-        preparation(model, (), 5)
+        preparation(model, None, 5)

@@ -26,7 +26,7 @@ class SamplingConfig(Config):
     `temperature` divides the logits, 0 is greedy. `top_k` keeps the k likeliest tokens (and ties
     with the k-th), `top_p` the smallest set of likeliest tokens whose mass reaches p, `min_p` the
     tokens with at least this share of the top probability. `repetition_penalty` r divides positive
-    logits of tokens seen before by r and multiplies negative ones (CTRL).
+    logits of tokens seen before by r and multiplies negative ones (CTRL). `seed` decides the draws.
     """
 
     temperature: NonNegativeFloat = 0.0

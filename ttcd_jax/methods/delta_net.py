@@ -56,7 +56,8 @@ class DeltaRuleConfig(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaSublayerConfig(Dims, SublayerConfig):
-    """`head_dim` is that of queries and keys. The bare sub-layer has neither taps nor a norm."""
+    """`num_heads` memories whose queries and keys have `head_dim` columns, written by `rule`. The
+    bare sub-layer has neither taps nor a norm."""
 
     reference_names: ClassVar[Names] = {
         "q_proj.weight": ("query", "linear"),

@@ -257,7 +257,7 @@ class IPTTCDMLP(InPlaceMLP[Features, ChunkInputs], config=IPTTCDConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IPTTCDBlockConfig(BlockConfig):
-    """Attention under two windows, and an MLP that learns from their difference."""
+    """`mixer`: attention under two windows; `mlp`: one that learns from their difference."""
 
     mixer: DualWindowConfig
     mlp: InPlaceConfig

@@ -84,7 +84,8 @@ class LaCTMemoryConfig(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaCTConfig(SublayerConfig):
-    """`attention` has width, heads, window, rotary embedding, initialization and precision."""
+    """`attention` has width, heads, window, rotary embedding, initialization and precision;
+    `memory` the settings of the fast weights."""
 
     reference_names: ClassVar[Names] = {
         "qkv.weight": ("qkv", "linear"),

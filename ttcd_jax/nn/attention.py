@@ -180,7 +180,7 @@ def start_cache(config: AttentionConfig, batch_size: int, max_length: int | None
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DualWindowConfig(SublayerConfig):
-    """`attention.window` is the teacher's window."""
+    """`attention.window` is the teacher's window, `student_window` the student's."""
 
     reference_names: ClassVar[Names] = AttentionConfig.reference_names
 

@@ -167,7 +167,7 @@ class Mixer(Sublayer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig(Config):
-    """The sub-layers of a block, run in the order of `order`."""
+    """The sub-layers of a block, `mixer` (of tokens) and `mlp`, run in the order of `order`."""
 
     # Name in our tree -> prefix and norm in the reference's.
     order: ClassVar[dict[str, tuple[str, str]]] = {

@@ -1,4 +1,4 @@
-"""The objects of a run, built from its `RunConfig`: data, optimizer, jitted step, state."""
+"""The objects of a run, built from its `RunConfig`: data, and the program on the devices."""
 
 import hashlib
 import math
@@ -8,26 +8,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from absl import logging
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from ttcd_jax import units
-from ttcd_jax.data.pipeline import Batches, CallerBatches, MakeBatches, StepBatches
+from ttcd_jax.data.pipeline import Batches, CallerBatches, Fields, MakeBatches, StepBatches
 from ttcd_jax.data.sources import BatchesConfig
 from ttcd_jax.errors import ResourceError, UserError
 from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.run.layout import laid_out, num_parts
+from ttcd_jax.run.layout import laid_out
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.distributed import agree
-from ttcd_jax.sharding.rules import BATCH, spec
 from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.groups import preparation, rate_factors
 from ttcd_jax.train.hardware import device_bytes
-from ttcd_jax.train.metrics import Measure, in_step, programs
+from ttcd_jax.train.metrics import in_step, programs
 from ttcd_jax.train.optimizer import build_optimizer, learning_rate
 from ttcd_jax.train.state import (
+    Params,
     TrainState,
     abstract_params,
     init_params,
@@ -36,18 +35,12 @@ from ttcd_jax.train.state import (
     state_of,
     state_shardings,
 )
-from ttcd_jax.train.step import TrainStep, make_train_step
-
-
-def batch_fields(config: RunConfig) -> tuple[str, ...]:
-    """The fields of a batch on the devices; rows of one document have no segment ids."""
-    fields = ("tokens", "targets", "positions", "loss_mask")
-    return fields if config.data.rows_are_documents else (*fields, "segment_ids")
+from ttcd_jax.train.step import Batch, make_train_step
 
 
 def check(config: RunConfig) -> None:
-    """Raises `UserError` if vocabulary or lengths of model and data do not fit together, or if the
-    model lacks parameters of the optimizer or `memory_warmup`. Warns of narrow parameters."""
+    """Raises `UserError` if vocabulary or lengths of model and data do not fit together. Warns of
+    narrow parameters."""
     param = config.model.precision.param
     if jnp.finfo(param).bits < 32:
         logging.warning(
@@ -55,7 +48,6 @@ def check(config: RunConfig) -> None:
             "--param=\"Precision.param='float32'\" keeps them",
             param,
         )
-    preparation(config.model, config.optimizer.rates, config.memory_warmup)
     chunk, seq_len = memory_chunk(config.model), config.data.seq_len
     if chunk is not None and chunk >= seq_len:
         raise UserError(
@@ -69,41 +61,6 @@ def check(config: RunConfig) -> None:
         if config.start_from is None:
             raise UserError(f"{problem}: set TransformerConfig.vocab_size to at least {needed}")
         logging.warning("%s: a batch with one of the other tokens is refused", problem)
-
-
-def placement(config: RunConfig, mesh: Mesh) -> Placement:
-    """The sharding of the run's batches. Raises `UserError` when they, or the parts in which they
-    are computed, do not divide among the devices."""
-    devices = math.prod(mesh.shape[axis] for axis in BATCH)
-    parts = num_parts(config, mesh)
-    rows = config.batch_size // parts
-    if rows % devices:
-        raise UserError(
-            f"batch_size {config.batch_size} in accumulation_steps {parts} makes parts of {rows} "
-            f"rows, which do not divide among the {devices} devices of mesh axes "
-            f"{' x '.join(BATCH)}: lower accumulation_steps or change MeshConfig"
-        )
-    return Placement(mesh, batch_size=config.batch_size, length=config.data.seq_len)
-
-
-def check_bytes(config: RunConfig, mesh: Mesh) -> None:
-    """Raises `ResourceError` when a device has fewer bytes than its shards of the state and of the
-    batch alone; nothing is allocated."""
-    batch = jax.tree.leaves(abstract_batch(config, mesh))
-    rows = sum(math.prod(x.shape) * x.dtype.itemsize for x in batch)
-    needed, there = shard_bytes(abstract_state(config, mesh)) + rows // mesh.size, device_bytes()
-    if needed > there:
-        raise ResourceError(
-            f"parameters, optimizer and batch take {units.size(needed)} per device, and there are "
-            f"{units.size(there)}: use more devices or a smaller configuration; --dry_run prints "
-            "the bytes of a step"
-        )
-
-
-def shard_bytes(arrays: Any) -> int:
-    """Bytes of one device's shards."""
-    leaves = jax.tree.leaves(arrays)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def build_data(
@@ -146,78 +103,108 @@ def _compared(make: MakeBatches) -> MakeBatches:
     return batches
 
 
-def _optimizer(config: RunConfig) -> tuple[optax.Schedule, optax.GradientTransformation]:
-    """(learning rate, optimizer); a schedule without `steps` takes the run's."""
-    schedule = config.optimizer.schedule
-    rate = learning_rate(schedule.replace(steps=schedule.steps or config.steps))
-    factors = rate_factors(config.model, config.optimizer.rates)
-    axes = logical_axes(config.model)
-    return rate, build_optimizer(config.optimizer, rate, axes, factors=factors)
+class Program:
+    """The training program of a run on `mesh`, derived once from the run's configuration: its
+    state, its batches and its step. Nothing is on the devices before `fresh_state` or `state_with`.
+
+    `config` is the run's with its layout (`ttcd_jax.run.layout`). `state` and `batch` are the
+    training state and a batch as `jax.ShapeDtypeStruct`s with their shardings; `skips` are the
+    counts of bad steps, which a state may lack. `step` and `measures` are lowered under
+    `jax.set_mesh(mesh)`. Raises `UserError`
+    for rows or parameters that do not divide among the devices, and for parameters that
+    `OptimizerConfig.rates` or `RunConfig.memory_warmup` needs and the model lacks.
+    """
+
+    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+        self.config, self.mesh = laid_out(config, mesh), mesh
+        model, optimizer = self.config.model, config.optimizer
+        length = config.data.seq_len
+        self._placement = Placement(mesh, batch_size=config.batch_size, length=length)
+        ids = () if config.data.rows_are_documents else ("segment_ids",)
+        kinds = dict.fromkeys(("tokens", "targets", "positions", *ids), "int32")
+        self.batch = self._placement.abstract(kinds | {"loss_mask": "bool"})
+        factors = rate_factors(model, optimizer.rates)
+        self._prepare = preparation(model, factors, config.memory_warmup)
+        schedule = optimizer.schedule
+        self._rate = learning_rate(schedule.replace(steps=schedule.steps or config.steps))
+        axes = logical_axes(model)
+        self._optimizer = build_optimizer(optimizer, self._rate, axes, factors=factors)
+        self._shardings = state_shardings(model, self._optimizer, mesh)
+        skips = jax.eval_shape(no_skips)
+        self.skips = placed_as(skips, where := dict.fromkeys(skips, replicated(mesh)))
+        if config.counts_skips:
+            self._shardings["skips"] = where
+        state = jax.eval_shape(self._state_of, abstract_params(model))
+        self.state = placed_as(state, self._shardings)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The rows of a batch that this process supplies."""
+        return self._placement.rows
+
+    def placed(self, batch: Fields) -> Batch:
+        """The fields of a batch that the step reads, on the devices, from this process's rows."""
+        return self._placement({name: batch[name] for name in self.batch})
+
+    def check_bytes(self) -> None:
+        """Raises `ResourceError` when a device has fewer bytes than its shards of the state and of
+        the batch alone."""
+        needed, there = shard_bytes(self.state) + shard_bytes(self.batch), device_bytes()
+        if needed > there:
+            raise ResourceError(
+                f"parameters, optimizer and batch take {units.size(needed)} per device, and there "
+                f"are {units.size(there)}: use more devices or a smaller configuration; --dry_run "
+                "prints the bytes of a step"
+            )
+
+    def step(self) -> jax.stages.Lowered:
+        """The step, lowered; it donates its state."""
+        config = self.config
+        step = make_train_step(
+            config.model,
+            self._optimizer,
+            self._rate,
+            accumulation_steps=config.accumulation_steps or 1,
+            loss_rows=config.loss_rows,
+            spike_factor=config.spike_factor,
+            prepare=self._prepare,
+            measure=in_step(config.metrics),
+        )
+        where = self._shardings, replicated(self.mesh)
+        return jax.jit(step, donate_argnums=0, out_shardings=where).lower(self.state, self.batch)
+
+    def measures(self) -> list[jax.stages.Lowered]:
+        """The metrics that are no part of the step, lowered."""
+        config, where = self.config, replicated(self.mesh)
+        found = programs(config.metrics, config.model, config.accumulation_steps or 1)
+        shapes = self.state["params"], self.batch
+        return [jax.jit(measure, out_shardings=where).lower(*shapes) for measure in found]
+
+    def fresh_state(self) -> TrainState:
+        """The training state before the first step, drawn from the seed."""
+        model, seed = self.config.model, self.config.seed
+        return jax.jit(
+            lambda: self._state_of(init_params(model, seed)), out_shardings=self._shardings
+        )()
+
+    def state_with(self, params: Params) -> TrainState:
+        """`fresh_state` with `params`, which are donated."""
+        return jax.jit(self._state_of, out_shardings=self._shardings, donate_argnums=0)(params)
+
+    def resumed(self, state: dict[str, Any]) -> TrainState:
+        """The state of a checkpoint, with counts of bad steps if this run has them, and if it lacks
+        them from 0; the earlier run may have done otherwise."""
+        skips = state.pop("skips", None) or jax.jit(no_skips, out_shardings=replicated(self.mesh))()
+        return TrainState(**state, **({"skips": skips} if self.config.counts_skips else {}))
+
+    def _state_of(self, params: Params) -> TrainState:
+        state = state_of(self._optimizer, params)
+        if self.config.counts_skips:
+            state["skips"] = no_skips()
+        return state
 
 
-def build_step(config: RunConfig, mesh: Mesh) -> TrainStep:
-    """The compiled step, to be called under `jax.set_mesh(mesh)`; it donates its state."""
-    config = laid_out(config, mesh)
-    rate, optimizer = _optimizer(config)
-    step = make_train_step(
-        config.model,
-        optimizer,
-        rate,
-        accumulation_steps=config.accumulation_steps or 1,
-        loss_rows=config.loss_rows,
-        spike_factor=config.spike_factor,
-        prepare=preparation(config.model, config.optimizer.rates, config.memory_warmup),
-        measure=in_step(config.metrics),
-    )
-    where = _shardings(config, mesh), replicated(mesh)
-    return jax.jit(step, donate_argnums=0, out_shardings=where)
-
-
-def build_measures(config: RunConfig, mesh: Mesh) -> list[Measure]:
-    """The compiled metrics that are no part of the step; called as `build_step`."""
-    config = laid_out(config, mesh)
-    found = programs(config.metrics, config.model, config.accumulation_steps or 1)
-    return [jax.jit(measure, out_shardings=replicated(mesh)) for measure in found]
-
-
-def _shardings(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    shardings = state_shardings(config.model, _optimizer(config)[1], mesh)
-    if config.counts_skips:
-        shardings["skips"] = dict.fromkeys(jax.eval_shape(no_skips), replicated(mesh))
-    return shardings
-
-
-def abstract_state(config: RunConfig, mesh: Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of the training state; nothing is allocated."""
-    state = jax.eval_shape(lambda x: _state(config, x), abstract_params(config.model))
-    return placed_as(state, _shardings(config, mesh))
-
-
-def fresh_state(config: RunConfig, mesh: Mesh) -> TrainState:
-    """The training state before the first step, drawn from the seed."""
-
-    def drawn() -> TrainState:
-        return _state(config, init_params(config.model, config.seed))
-
-    return jax.jit(drawn, out_shardings=_shardings(config, mesh))()
-
-
-def state_with(config: RunConfig, mesh: Mesh, params: dict[str, Any]) -> TrainState:
-    """`fresh_state` with `params`, which are donated."""
-    where = _shardings(config, mesh)
-    return jax.jit(lambda x: _state(config, x), out_shardings=where, donate_argnums=0)(params)
-
-
-def _state(config: RunConfig, params: dict[str, Any]) -> TrainState:
-    state = state_of(_optimizer(config)[1], params)
-    if config.counts_skips:
-        state["skips"] = no_skips()
-    return state
-
-
-def abstract_batch(config: RunConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of one batch."""
-    shape = (config.batch_size, config.data.seq_len)
-    where = NamedSharding(mesh, spec(("batch", "length"), mesh))
-    kinds = dict.fromkeys(batch_fields(config), "int32") | {"loss_mask": "bool"}
-    return {name: jax.ShapeDtypeStruct(shape, kind, sharding=where) for name, kind in kinds.items()}
+def shard_bytes(arrays: Any) -> int:
+    """Bytes of one device's shards."""
+    leaves = jax.tree.leaves(arrays)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

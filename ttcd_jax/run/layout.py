@@ -75,9 +75,17 @@ def num_parts(config: RunConfig, mesh: Mesh | AbstractMesh) -> int:
 
 def laid_out(config: RunConfig, mesh: Mesh | AbstractMesh) -> RunConfig:
     """`config` with its parts, and with `remat` and `scans_layers` of the model where they are
-    open. An abstract mesh is one of accelerators."""
+    open. An abstract mesh is one of accelerators. Raises `UserError` for parts that do not divide
+    among the devices."""
     parts, model = num_parts(config, mesh), config.model
-    tokens = config.batch_size // parts * config.data.seq_len // mesh.size
+    rows, devices = config.batch_size // parts, math.prod(mesh.shape[axis] for axis in BATCH)
+    if rows % devices:
+        raise UserError(
+            f"batch_size {config.batch_size} in accumulation_steps {parts} makes parts of {rows} "
+            f"rows, which do not divide among the {devices} devices of mesh axes "
+            f"{' x '.join(BATCH)}: lower accumulation_steps or change MeshConfig"
+        )
+    tokens = rows * config.data.seq_len // mesh.size
     is_kept = _is_on_cpus(mesh) and tokens <= CPU_KEPT_TOKENS and model.num_layers <= CPU_LAYERS
     model = model.replace(
         remat=model.remat or ("none" if is_kept else "dots"),

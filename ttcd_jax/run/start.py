@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 from flax.traverse_util import unflatten_dict
-from jax.sharding import Mesh
+from jax.sharding import Sharding
 
 from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.run import build
+from ttcd_jax.run.build import Program
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, model_config, open_checkpoints
 from ttcd_jax.sharding.batch import replicated
@@ -89,14 +89,14 @@ def plan_start(config: RunConfig) -> StartPlan:
     return StartPlan(tuple(offered), initialised, tuple(sorted(dropped)))
 
 
-def started_state(config: RunConfig, mesh: Mesh) -> tuple[int, StartPlan, TrainState]:
-    """(step of the other run, plan, state on `mesh`) with the newest parameters of `start_from`;
-    those that it lacks, and all else, are initialised."""
+def started_state(program: Program) -> tuple[int, StartPlan, TrainState]:
+    """(step of the other run, plan, state) with the newest parameters of `start_from`; those that
+    it lacks, and all else, are initialised."""
+    config, model = program.config, program.config.model
     assert config.start_from is not None
-    plan, model = plan_start(config), config.model
-    abstract = by_name(build.abstract_state(config, mesh)["params"])
-    wanted = unstacked(model, abstract)
-    step, rows = _taken(RunDirectory(config.start_from), plan, wanted, mesh)
+    plan, abstract = plan_start(config), by_name(program.state["params"])
+    wanted, whole = unstacked(model, abstract), replicated(program.mesh)
+    step, rows = _taken(RunDirectory(config.start_from), plan, wanted, whole)
     missing = {name: leaf.sharding for name, leaf in wanted.items() if name not in rows}
 
     def fresh() -> Leaves:
@@ -105,19 +105,19 @@ def started_state(config: RunConfig, mesh: Mesh) -> tuple[int, StartPlan, TrainS
 
     rows |= jax.jit(fresh, out_shardings=missing)()
     params = unflatten_dict(stacked(model, rows, abstract), sep="/")
-    return step, plan, build.state_with(config, mesh, params)
+    return step, plan, program.state_with(params)
 
 
 def _taken(
-    directory: RunDirectory, plan: StartPlan, wanted: Leaves, mesh: Mesh
+    directory: RunDirectory, plan: StartPlan, wanted: Leaves, whole: Sharding
 ) -> tuple[int, Leaves]:
     """(step, parameters taken, with the sharding and the dtype of `wanted`); dropped ones are read
-    replicated."""
+    `whole`."""
     like = {
         name: jax.ShapeDtypeStruct(
             leaf.shape,
             leaf.dtype,
-            sharding=wanted[name].sharding if name in plan.taken else replicated(mesh),
+            sharding=wanted[name].sharding if name in plan.taken else whole,
         )
         for name, leaf in stored_params(model_config(directory)).items()
     }

@@ -15,7 +15,6 @@ from typing import NamedTuple, Self
 import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
 from ttcd_jax.data.pipeline import MakeBatches, StepBatches
 from ttcd_jax.errors import CheckpointError, NonFiniteError, UserError
@@ -24,14 +23,12 @@ from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig, common_fields
 from ttcd_jax.run.directory import METRICS, RunDirectory
 from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
-from ttcd_jax.run.layout import num_parts, run_mesh
+from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.run.reporting import batch_rows, read_metrics, reporter
 from ttcd_jax.run.start import plan_start, started_state
 from ttcd_jax.run.trackers import Tracker, named
-from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.terminal import phase, say, say_started
-from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.checkpoint import Checkpoints, Kept, check_directory
 from ttcd_jax.train.loop import HostMetrics, MetricCallback, StateCallback, train
 from ttcd_jax.train.metrics import measured
@@ -84,13 +81,12 @@ def train_run(
     with Watchdog(jax.process_count(), minimum_seconds=hang_seconds) as watchdog:
         agree("configuration", options, watchdog.save_seconds)
         check(config, directory)
-        mesh = run_mesh(config)
-        build.check_bytes(config, mesh)
+        program = build.Program(config, run_mesh(config))
+        program.check_bytes()
         is_first = jax.process_index() == 0
-        with directory.lock() if is_first else contextlib.nullcontext(), jax.set_mesh(mesh):
-            placement = build.placement(config, mesh)
+        with directory.lock() if is_first else contextlib.nullcontext(), jax.set_mesh(program.mesh):
             with phase("reading data"):
-                data, manifest = build.build_data(config, placement.rows, batches)
+                data, manifest = build.build_data(config, program.rows, batches)
             agree("data", common_fields(manifest), watchdog.save_seconds)
             if is_first:
                 _check_kept(directory)
@@ -99,7 +95,7 @@ def train_run(
             seen = {path.name: sha256(path) for path in directory.path.glob("*.json")}
             agree("run directory", seen, watchdog.save_seconds)
             calls = on_metrics, trackers
-            return _train(config, directory, mesh, watchdog, data, placement, *calls, profile)
+            return _train(config, directory, program, watchdog, data, *calls, profile)
 
 
 def check(config: RunConfig, directory: RunDirectory) -> None:
@@ -129,28 +125,26 @@ def _check_kept(directory: RunDirectory) -> None:
 def _train(
     config: RunConfig,
     directory: RunDirectory,
-    mesh: Mesh,
+    program: build.Program,
     watchdog: Watchdog,
     batches: StepBatches,
-    placement: Placement,
     on_metrics: Sequence[MetricCallback],
     trackers: Sequence[Tracker],
     profile: range,
 ) -> TrainedRun:
-    """`train_run` in the claimed directory, on the mesh."""
+    """`train_run` in the claimed directory, on the mesh of `program`."""
     scores = best_scores(config, read_metrics(directory.path / METRICS))
     with (
         _Signals(config.checkpoint_minutes) as signals,
         _checkpoints(config, directory, watchdog, scores) as checkpoints,
     ):
-        start, state = _resumed(config, checkpoints, mesh)
+        start, state = _resumed(program, checkpoints)
         if start >= config.steps:
             say(f"{directory.path} is complete at step {start}: nothing to train")
             return TrainedRun(start)
         say(f"run directory {directory.path}")
         beat = MetricCallback(1, lambda step, _: watchdog.beat(step))
-        rows_at_once = config.batch_size // num_parts(config, mesh)
-        fields = build.batch_fields(config)
+        rows_at_once = config.batch_size // (program.config.accumulation_steps or 1)
         on_bad = functools.partial(_stop_after_too_many, config, checkpoints)
 
         @watchdog.paused(watchdog.save_seconds)
@@ -162,7 +156,7 @@ def _train(
             write(step, metrics)
             scores.update(best_scores(config, [{"step": step, **metrics}]))
 
-        step, state = _compiled(config, checkpoints, mesh, start, state)
+        step, state = _compiled(program, checkpoints, start, state)
         with (
             reporter(config, directory.path, start, trackers, watchdog) as (callbacks, write),
             profiled(step, directory.path / "profile", start=start, window=profile) as step,
@@ -177,7 +171,7 @@ def _train(
                 batches,
                 start=start,
                 steps=config.steps,
-                placement=lambda batch: placement({x: batch[x] for x in fields}),
+                placement=program.placed,
                 on_metrics=[*callbacks, *on_metrics, beat],
                 on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
                 is_stopping=signals.is_stopping,
@@ -229,62 +223,49 @@ def _checkpoints(
             error.add_note(f"last good checkpoint: step {steps[-1]}; the same command goes on")
 
 
-def _resumed(
-    config: RunConfig, checkpoints: Checkpoints, mesh: Mesh
-) -> tuple[int, TrainState | None]:
+def _resumed(program: build.Program, checkpoints: Checkpoints) -> tuple[int, TrainState | None]:
     """(steps done, state) from the newest intact checkpoint; (0, None) without one."""
     if not multihost_utils.broadcast_one_to_all(bool(checkpoints.steps())):
         return 0, None
-    # Whether bad steps are counted may change when a run is resumed.
-    abstract = build.abstract_state(config.replace(max_skipped_steps=1), mesh)
     with phase("reading the checkpoint"):
-        done, restored = checkpoints.restore(dict(abstract))
+        # Whether bad steps are counted may change when a run is resumed.
+        done, state = checkpoints.restore({**program.state, "skips": program.skips})
     say(f"resumed at step {done}")
-    skips = restored.pop("skips", None) or jax.jit(no_skips, out_shardings=replicated(mesh))()
-    return done, TrainState(**restored, **({"skips": skips} if config.counts_skips else {}))
+    return done, program.resumed(state)
 
 
 def _compiled(
-    config: RunConfig, checkpoints: Checkpoints, mesh: Mesh, start: int, state: TrainState | None
+    program: build.Program, checkpoints: Checkpoints, start: int, state: TrainState | None
 ) -> tuple[TrainStep, TrainState]:
     """(the compiled step, `state` after step `start`); without a state the first is drawn
-    meanwhile."""
+    meanwhile. The step has the metrics that are separate programs, where the run logs."""
     with phase("tracing"):
-        shapes = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
-        lowered = build.build_step(config, mesh).lower(*shapes)
+        lowered = program.step()
     with ThreadPoolExecutor(1, "compile") as thread:
-        program = thread.submit(lowered.compile)
-        state = state or _first_state(config, checkpoints, mesh)
+        compiled = thread.submit(lowered.compile)
+        state = state or _first_state(program, checkpoints)
         with phase("compiling"):
-            step = program.result()
-    step = _with_measures(step, config, mesh, start)
-    say_started()
-    return step, state
-
-
-def _with_measures(step: TrainStep, config: RunConfig, mesh: Mesh, start: int) -> TrainStep:
-    """`step` with the metrics that are separate programs, where the run logs."""
-    if not (measures := build.build_measures(config, mesh)):
-        return step
+            step = compiled.result()
     with phase("compiling the metrics"):
-        shapes = build.abstract_state(config, mesh)["params"], build.abstract_batch(config, mesh)
-        measures = [measure.lower(*shapes).compile() for measure in measures]
+        measures = [measure.compile() for measure in program.measures()]
+    say_started()
 
     def is_due(done: int) -> bool:
-        return done % config.log_every == 0 or done == config.steps
+        return done % program.config.log_every == 0 or done == program.config.steps
 
-    return measured(step, measures, start=start, is_due=is_due)
+    return measured(step, measures, start=start, is_due=is_due), state
 
 
-def _first_state(config: RunConfig, checkpoints: Checkpoints, mesh: Mesh) -> TrainState:
+def _first_state(program: build.Program, checkpoints: Checkpoints) -> TrainState:
     """The state before the first step, from `start_from`, else from the seed."""
     with phase("drawing parameters"):
-        if config.start_from is None:
-            return build.fresh_state(config, mesh)
-        step, plan, state = started_state(config, mesh)
+        if program.config.start_from is None:
+            return program.fresh_state()
+        step, plan, state = started_state(program)
         # So that resuming needs this directory alone, even if the other run is deleted.
         checkpoints.save(0, dict(state))
-    say(f"starts from step {step} of {config.start_from}: {len(plan.taken)} parameters taken")
+    taken = f"{len(plan.taken)} parameters taken"
+    say(f"starts from step {step} of {program.config.start_from}: {taken}")
     for line in plan.lines():
         say(f"  {line}")
     return state

@@ -38,13 +38,14 @@ def rate_factors(config: TransformerConfig, rates: Rates) -> Params | None:
     return per_parameter(config, factor)
 
 
-def preparation(config: TransformerConfig, rates: Rates, memory_warmup: int = 0) -> Prepare:
-    """The parameters that the loss of step s is computed with: frozen ones, whose factor of `rates`
-    is 0, are constants. With `memory_warmup` n every memory writes the share min(1, s / n): the
-    parameter P in which its writes are linear is multiplied by it, and so is P's gradient. The
-    result is that of the rate eta times this share, and eta stays a constant. Raises `UserError` as
-    `rate_factors`, and for a model whose memories have no such parameter."""
-    factors = rate_factors(config, rates)
+def preparation(
+    config: TransformerConfig, factors: Params | None, memory_warmup: int = 0
+) -> Prepare:
+    """The parameters that the loss of step s is computed with: frozen ones, of `rate_factors` 0,
+    are constants. With `memory_warmup` n every memory writes the share min(1, s / n): the parameter
+    P in which its writes are linear is multiplied by it, and so is P's gradient. The result is that
+    of the rate eta times this share, and eta stays a constant. Raises `UserError` for a model whose
+    memories have no such parameter."""
     scaled = _write_params(config) if memory_warmup else set()
     if memory_warmup and not scaled:
         raise UserError(

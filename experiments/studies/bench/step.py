@@ -12,7 +12,7 @@ import numpy as np
 from ttcd_kernels import measure
 from ttcd_kernels.measure import MIB, MILLISECOND, Row, over
 
-from experiments.plan import PEAK_SHARE, make_plan
+from experiments.plan import PEAK_SHARE
 from experiments.studies.bench.case import Case, loaded
 from ttcd_jax.config import DISTINCT, Positive
 from ttcd_jax.data.corpus import CorpusConfig
@@ -112,19 +112,20 @@ class Run:
     """A compiled step, its state and a batch of random tokens."""
 
     def __init__(self, config: RunConfig) -> None:
-        mesh, length, entries = run_mesh(config), config.data.seq_len, config.model.vocab_size
-        _, self._step = make_plan(config, mesh)
+        program = build.Program(config, run_mesh(config))
+        length, entries = config.data.seq_len, config.model.vocab_size
+        with jax.set_mesh(program.mesh):
+            self._step = program.step().compile()
         rows, shape = range(config.batch_size), (config.batch_size, length + 1)
         tokens = np.random.default_rng(0).integers(0, entries, shape)
         batches = CallerBatches(lambda _: [tokens], shape=shape, vocab_size=entries, rows=rows)
         ((_, batch),) = batches.iterate(0, 1)
         batch["segment_ids"] = np.zeros_like(batch["tokens"])  # for data that pack documents
-        fields = {name: batch[name] for name in build.batch_fields(config)}
-        self._batch = build.placement(config, mesh)(fields)
+        self._batch = program.placed(batch)
         self.tokens = config.batch_size * length
         self.flops_per_token = training_flops_per_token(config.model, length)
         self.bytes = measure.needed_bytes(self._step)
-        self.state = build.fresh_state(config, mesh)
+        self.state = program.fresh_state()
 
     def take(self) -> Any:
         """Takes one step; returns its metrics, for the caller to wait for."""
