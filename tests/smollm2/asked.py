@@ -24,7 +24,7 @@ PROMPTS = (
     "Once upon a time, in a village by the sea, there lived an old fisherman who",
     "Water boils at 100 degrees Celsius. Ice melts at",
 )
-NEW_TOKENS, ANSWER_TOKENS, WINDOW = 40, 12, 64
+NEW_TOKENS, ANSWER_TOKENS, WINDOW, SINKS = 40, 12, 64, 4
 BOS = 1
 _RULER = Ruler(
     tasks="niah_single_1,niah_single_2,niah_multikey_1,vt,fwe,cwe",

@@ -63,9 +63,14 @@ def test_greedy_text_is_that_of_transformers(run, model, requests):
     assert found == VALUES["texts"]
 
 
-@pytest.mark.parametrize(("name", "window"), [("losses", None), ("windowed", asked.WINDOW)])
-def test_losses_by_position_are_those_of_transformers(run_dir, requests, name, window):
-    changes = [] if window is None else [f"TransformerConfig.window={window}"]
+WINDOW = f"TransformerConfig.window={asked.WINDOW}"
+SINKS = f"TransformerConfig.sink_tokens={asked.SINKS}"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("losses", []), ("windowed", [WINDOW]), ("sinks", [WINDOW, SINKS])]
+)
+def test_losses_by_position_are_those_of_transformers(run_dir, requests, name, changes):
     scorer = Scorer(load_run(run_dir, changes=changes).model)
     for scores, theirs in zip(
         scorer.losses([*map(np.array, requests.excerpts)]), VALUES[name], strict=True

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
-WINDOW, NEW_TOKENS, ANSWER_TOKENS = 64, 40, 12
+WINDOW, SINKS, NEW_TOKENS, ANSWER_TOKENS = 64, 4, 40, 12
 
 
 def main():
@@ -23,11 +23,11 @@ def main():
         file.parent, gguf_file=file.name, dtype=torch.float32
     ).eval()
 
-    def log_probabilities(ids, window=None):
-        """Of tokens 1 .. T after those before."""
+    def log_probabilities(ids, window=None, sinks=0):
+        """Of tokens 1 .. T after those before, in the window or among the first."""
         t, mask = torch.arange(len(ids)), None
         if window is not None:
-            is_seen = (t[:, None] >= t) & (t[:, None] - t < window)
+            is_seen = (t[:, None] >= t) & ((t[:, None] - t < window) | (t < sinks))
             mask = torch.where(is_seen, 0.0, torch.finfo(torch.float32).min)[None, None]
         logits = model(torch.tensor([ids]), attention_mask=mask).logits[0, :-1]
         return logits.log_softmax(-1)[t[:-1], torch.tensor(ids[1:])].double()
@@ -50,6 +50,7 @@ def main():
             "texts": [continued(ids, NEW_TOKENS) for ids in asked["texts"]],
             "losses": [rounded(-log_probabilities(ids)) for ids in asked["excerpts"]],
             "windowed": [rounded(-log_probabilities(ids, WINDOW)) for ids in asked["excerpts"]],
+            "sinks": [rounded(-log_probabilities(x, WINDOW, SINKS)) for x in asked["excerpts"]],
             "questions": [
                 rounded(log_probabilities(x + y)[len(x) - 1 :].sum() for x, y in answers)
                 for answers in asked["questions"]
