@@ -1,0 +1,267 @@
+"""What a student's window misses in every layer of a model, and how much of it only context can
+explain; no training is needed.
+
+Of a layer of attention and SwiGLU, whose student has another window in this layer alone, with the
+features z of the MLP under the layer's own window and under the student's:
+
+    e = (z_T - z_S) W_down
+
+The share of |e|^2 that a prediction p explains is 1 - |e - p|^2 / |e|^2, over the second half of
+every document. Predictions: the mean of the other documents; a ridge regression on z_S, fitted on
+them; memories of this document, which read with a lag of a chunk: the sum of outer products with
+the best rate in hindsight, and the delta rule; the delta rule on what the regression leaves. What
+the last explains beyond the regression, only this document's context can.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+from ttcd_kernels.table import Row as TableRow
+
+from ttcd_jax.config import DISTINCT, NonNegative, Positive
+from ttcd_jax.data.sources import text_records
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.measure.pictures import Picture, plot_lines
+from ttcd_jax.measure.scorer import Scorer
+from ttcd_jax.measure.task import Series, Subject, Task, digest, register
+from ttcd_jax.nn.attention import Attention
+from ttcd_jax.nn.linear import rms_norm
+from ttcd_jax.nn.mlp import SwiGLU
+from ttcd_jax.nn.row import Row
+from ttcd_jax.nn.sinks import Sinks
+from ttcd_jax.nn.windows import attend
+
+CHUNK, RATE, RIDGE = (
+    64,
+    0.5,
+    1e-2,
+)  # the lag of a memory's read; of the delta rule; times the mean eigenvalue
+Matrix = Float[Array, "T D"]
+
+
+class LayerGap(NamedTuple):
+    """Means over documents: |e| / |y_T|, and the shares of |e|^2 explained."""
+
+    layer: int
+    window: int  # the student's
+    size: float
+    mean: float
+    regression: float
+    sum: float
+    delta_rule: float
+    both: float
+    context: float  # both less regression
+
+
+_SHARES = LayerGap._fields[3:]
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gap(Task[list[np.ndarray], LayerGap]):
+    """What students of the `windows` miss in every one of `layers` (none given: all), of which
+    `sinks` first tokens stay visible, in the first `length` tokens of the first `max_documents`
+    documents of `text` (a file or folder; None: the run's held-out text); two or more of them."""
+
+    name = "gap"
+    title = "What a student's window misses, and who can explain it"
+    record = LayerGap
+    key = "layer"
+    x_label = "layer"
+    value = "context"
+    rank = 45
+
+    windows: Annotated[tuple[Positive, ...], DISTINCT] = (16, 128)
+    layers: tuple[NonNegative, ...] = ()
+    sinks: NonNegative = 4
+    length: Positive = 2048
+    max_documents: Positive = 3
+    text: str | None = None
+
+    def rows(self, subject: Subject) -> list[np.ndarray]:
+        records = text_records(subject.run_dir, subject.data, subject.tokenizer, self.text)
+        found: list[np.ndarray] = []
+        for part in records:
+            for document, size in enumerate(part.sizes.tolist()):
+                if size >= self.length and len(found) < self.max_documents:
+                    found.append(np.asarray(part.read(document, 0, self.length)))
+        if len(found) < 2:
+            raise DataError(
+                f"{len(found)} documents have {self.length} tokens, and others explain one: give "
+                "two or more, or a smaller --length"
+            )
+        count = subject.model.config.num_layers
+        if any(layer >= count for layer in self.layers):
+            raise UserError(f"layers {self.layers} of a model of {count}: they count from 0")
+        return found
+
+    def series(self, subject: Subject, rows: list[np.ndarray]) -> Series[LayerGap]:
+        scorer = self.scorer(subject, subject.name, subject.model)
+        return {subject.name: self.measure(scorer, rows, subject)}
+
+    def measure(self, scorer: Scorer, rows: list[np.ndarray], subject: Subject) -> list[LayerGap]:
+        model, records = inference_model(scorer.model), []
+        embeddings = [_embedded(model, jnp.asarray(row)[None]) for row in rows]
+        streams = embeddings
+        for layer in range(model.config.num_layers):
+            block = functools.partial(_block, model, layer)
+            if not self.layers or layer in self.layers:
+                for window in self.windows:
+                    found = [_views(block(), h, window, self.sinks) for h in streams]
+                    records.append(LayerGap(layer, window, *_explained(found)))
+            pairs = zip(streams, embeddings, strict=True)
+            streams = [_after(block(), h, x) for h, x in pairs]
+        return records
+
+    def measured_on(self, rows: list[np.ndarray], subject: Subject) -> dict[str, str]:
+        return {"": digest([row.tolist() for row in rows])}
+
+    @classmethod
+    def table(cls, series: Series[LayerGap]) -> list[TableRow]:
+        """A row per layer and window."""
+        return [
+            {"layer": f"{label}, {x.layer}" if len(series) > 1 else x.layer, "window": x.window}
+            | {name: getattr(x, name) for name in LayerGap._fields[2:]}
+            for label, records in series.items()
+            for x in records
+        ]
+
+    @classmethod
+    def pictures(
+        cls, folder: Path, series: Series[LayerGap], chance: float | None
+    ) -> list[Picture]:
+        path, lines = folder / "gap.png", {}
+        for label, records in series.items():
+            for window in dict.fromkeys(x.window for x in records):
+                chosen = [x for x in records if x.window == window]
+                name = f"{label}, student's window {window}"
+                lines[name] = [f"{x.layer}" for x in chosen], [x.context for x in chosen]
+        plot_lines(
+            path, title=cls.title, x_label=cls.x_label, y_label="context's share", series=lines
+        )
+        sentence = (
+            "The share of what the student misses that only this document's context explains: "
+            "beyond a linear map of its features, fitted on other documents."
+        )
+        return [Picture(Path(path.name), sentence)]
+
+
+class _Views(NamedTuple):
+    z: Float[Array, "T F"]  # the student's features
+    e: Matrix
+    y: Matrix  # the teacher's output
+
+
+@jax.jit
+def _embedded(model: InferenceModel, tokens: jax.Array) -> jax.Array:
+    return model.embedding[...].astype(model.config.precision.compute_dtype)[tokens]
+
+
+def _block(model: InferenceModel, layer: int) -> Any:
+    return nnx.merge(model.blocks[layer], model.layers[layer])
+
+
+@nnx.jit
+def _after(block: Any, h: jax.Array, embeddings: jax.Array) -> jax.Array:
+    return block.forward(h, Row.of(h, embeddings=embeddings))[0]
+
+
+@functools.partial(nnx.jit, static_argnums=(2, 3))
+def _views(block: Any, h: jax.Array, window: int, sinks: int) -> _Views:
+    attention, mlp = block.mixer, block.mlp
+    if not (isinstance(attention, Attention) and isinstance(mlp, SwiGLU)):
+        raise UserError(
+            f"a layer of {type(attention).__name__} and {type(mlp).__name__} has no student: task "
+            "gap is for attention and SwiGLU"
+        )
+    row, config = Row.of(h), attention.config
+
+    def normed(name: str, x: jax.Array) -> jax.Array:
+        eps = getattr(block.config, name).dims.norm_eps
+        return rms_norm(x, getattr(block, f"{name}_norm")[...], eps)
+
+    q, k, v = attention.project(normed("mixer", h), row.positions)
+    own = attention.sinks(row.positions)
+    beside = Sinks(max(sinks, own.count), row.positions, own.logits)
+    inputs = []
+    for width, seen in ((config.window, own), (window, beside)):
+        (out,) = attend(q, k, v, None, (width,), config.attention_implementation, seen)
+        inputs.append(normed("mlp", h + attention.project_out(out)))
+    teacher, student = map(mlp.plain, inputs)
+    return _Views(mlp.features(inputs[1])[0], (teacher - student)[0], teacher[0])
+
+
+def _explained(documents: list[_Views]) -> Iterator[float]:
+    """The fields of `LayerGap` after the first two."""
+    wide = [
+        _Views(*(x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in d)) for d in documents
+    ]
+    grams = [_gram(d.z, d.e) for d in wide]
+    sizes, shares = [], []
+    for index, own in enumerate(wide):
+        others = [x for at, x in enumerate(wide) if at != index]
+        rest = [x for at, x in enumerate(grams) if at != index]
+        regression = _fitted(*(sum(parts) for parts in zip(*rest, strict=True)))
+        mean = jnp.concatenate([x.e for x in others]).mean(0)
+        sizes.append(float(jnp.linalg.norm(own.e) / jnp.linalg.norm(own.y)))
+        shares.append([float(x) for x in _shares(own.z, own.e, regression, mean)])
+    mean, regression, total, delta, both = np.mean(shares, 0).tolist()
+    yield from (float(np.mean(sizes)), mean, regression, total, delta, both, both - regression)
+
+
+@jax.jit
+def _gram(z: jax.Array, e: jax.Array) -> tuple[jax.Array, jax.Array]:
+    product = functools.partial(jnp.matmul, precision="highest")
+    return product(z.T, z), product(z.T, e)
+
+
+@jax.jit
+def _fitted(gram: jax.Array, target: jax.Array) -> jax.Array:
+    """The map [F, D] of a ridge regression."""
+    ridge = RIDGE * jnp.trace(gram) / len(gram) * jnp.eye(len(gram), dtype=gram.dtype)
+    return jax.scipy.linalg.solve(gram + ridge, target, assume_a="pos")
+
+
+@jax.jit
+def _shares(z: jax.Array, e: jax.Array, regression: jax.Array, mean: jax.Array) -> list[jax.Array]:
+    half = len(e) // 2
+    key = z / jnp.maximum(jnp.linalg.norm(z, axis=-1, keepdims=True), 1e-12)
+    linear = z @ regression
+
+    def share(prediction: jax.Array, scale: Any = 1.0) -> jax.Array:
+        left = e - scale * jnp.broadcast_to(prediction, e.shape)
+        return 1 - jnp.sum(left[half:] ** 2) / jnp.sum(e[half:] ** 2)
+
+    total = _read(key, e, corrects=False)
+    best = jnp.sum(total[half:] * e[half:]) / jnp.maximum(jnp.sum(total[half:] ** 2), 1e-30)
+    delta = _read(key, e, corrects=True)
+    both = linear + _read(key, e - linear, corrects=True)
+    return [share(mean), share(linear), share(total, best), share(delta), share(both)]
+
+
+def _read(key: jax.Array, error: jax.Array, *, corrects: bool) -> jax.Array:
+    """What a memory of the chunks before returns for every key."""
+    length = len(key)
+    parts = [jnp.pad(x, ((0, -length % CHUNK), (0, 0))) for x in (key, error)]
+    parts = [x.reshape(-1, CHUNK, x.shape[-1]) for x in parts]
+
+    def token(memory: jax.Array, pair: Any) -> tuple[jax.Array, None]:
+        k, e = pair
+        left = RATE * (e - k @ memory) if corrects else e
+        return memory + jnp.outer(k, left), None
+
+    def chunk(memory: jax.Array, pair: Any) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.scan(token, memory, pair)[0], pair[0] @ memory
+
+    start = jnp.zeros((key.shape[1], error.shape[1]), key.dtype)
+    _, read = jax.lax.scan(chunk, start, tuple(parts))
+    return read.reshape(-1, error.shape[1])[:length]
