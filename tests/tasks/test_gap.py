@@ -80,8 +80,12 @@ def _expected(blocks, embedding, layer):
         others = [x for n, x in enumerate(found) if n != at]
         mean = np.concatenate([x[1] for x in others]).mean(0)
         gram = sum(x[0].T @ x[0] for x in others)
-        gram += gap.RIDGE * np.trace(gram) / len(gram) * np.eye(len(gram))
-        linear = z @ np.linalg.solve(gram, sum(x[0].T @ x[1] for x in others))
+        eye, target = (
+            np.trace(gram) / len(gram) * np.eye(len(gram)),
+            sum(x[0].T @ x[1] for x in others),
+        )
+        fits = [z @ np.linalg.solve(gram + ridge * eye, target) for ridge in gap.RIDGES]
+        linear = max(fits, key=lambda x, e=e: _share(e, x))
         total, half = _read(z, e, False), LENGTH // 2
         best = (total[half:] * e[half:]).sum() / (total[half:] ** 2).sum()
         both = linear + _read(z, e - linear, True)

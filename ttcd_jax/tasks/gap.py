@@ -7,10 +7,11 @@ features z of the MLP under the layer's own window and under the student's:
     e = (z_T - z_S) W_down
 
 The share of |e|^2 that a prediction p explains is 1 - |e - p|^2 / |e|^2, over the second half of
-every document. Predictions: the mean of the other documents; a ridge regression on z_S, fitted on
-them; memories of this document, which read with a lag of a chunk: the sum of outer products with
-the best rate in hindsight, and the delta rule; the delta rule on what the regression leaves. What
-the last explains beyond the regression, only this document's context can.
+every document. Predictions: the mean of the other documents; a regression on z_S, fitted on them,
+with the best ridge in hindsight; memories of this document, which read with a lag of a chunk: the
+sum of outer products with the best rate in hindsight, and the delta rule; the delta rule on what
+the regression leaves. What the last explains beyond the regression, only this document's context
+can.
 """
 
 import dataclasses
@@ -40,11 +41,8 @@ from ttcd_jax.nn.row import Row
 from ttcd_jax.nn.sinks import Sinks
 from ttcd_jax.nn.windows import attend
 
-CHUNK, RATE, RIDGE = (
-    64,
-    0.5,
-    1e-2,
-)  # the lag of a memory's read; of the delta rule; times the mean eigenvalue
+CHUNK, RATE = 64, 0.5  # the lag of a memory's read; the rate of the delta rule
+RIDGES = (0.01, 0.1, 1.0, 10.0)  # times the mean eigenvalue
 Matrix = Float[Array, "T D"]
 
 
@@ -210,7 +208,9 @@ def _explained(documents: list[_Views]) -> Iterator[float]:
     for index, own in enumerate(wide):
         others = [x for at, x in enumerate(wide) if at != index]
         rest = [x for at, x in enumerate(grams) if at != index]
-        regression = _fitted(*(sum(parts) for parts in zip(*rest, strict=True)))
+        gram, target = (sum(parts) for parts in zip(*rest, strict=True))
+        maps = [_fitted(gram, target, ridge) for ridge in RIDGES]
+        regression = max(maps, key=lambda x, own=own: _share(own.e, own.z @ x))
         mean = jnp.concatenate([x.e for x in others]).mean(0)
         sizes.append(float(jnp.linalg.norm(own.e) / jnp.linalg.norm(own.y)))
         shares.append([float(x) for x in _shares(own.z, own.e, regression, mean)])
@@ -225,10 +225,16 @@ def _gram(z: jax.Array, e: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.jit
-def _fitted(gram: jax.Array, target: jax.Array) -> jax.Array:
+def _fitted(gram: jax.Array, target: jax.Array, ridge: float) -> jax.Array:
     """The map [F, D] of a ridge regression."""
-    ridge = RIDGE * jnp.trace(gram) / len(gram) * jnp.eye(len(gram), dtype=gram.dtype)
-    return jax.scipy.linalg.solve(gram + ridge, target, assume_a="pos")
+    weight = ridge * jnp.trace(gram) / len(gram) * jnp.eye(len(gram), dtype=gram.dtype)
+    return jax.scipy.linalg.solve(gram + weight, target, assume_a="pos")
+
+
+@jax.jit
+def _share(e: jax.Array, prediction: jax.Array) -> jax.Array:
+    half = len(e) // 2
+    return 1 - jnp.sum((e - prediction)[half:] ** 2) / jnp.sum(e[half:] ** 2)
 
 
 @jax.jit
@@ -236,16 +242,11 @@ def _shares(z: jax.Array, e: jax.Array, regression: jax.Array, mean: jax.Array) 
     half = len(e) // 2
     key = z / jnp.maximum(jnp.linalg.norm(z, axis=-1, keepdims=True), 1e-12)
     linear = z @ regression
-
-    def share(prediction: jax.Array, scale: Any = 1.0) -> jax.Array:
-        left = e - scale * jnp.broadcast_to(prediction, e.shape)
-        return 1 - jnp.sum(left[half:] ** 2) / jnp.sum(e[half:] ** 2)
-
     total = _read(key, e, corrects=False)
     best = jnp.sum(total[half:] * e[half:]) / jnp.maximum(jnp.sum(total[half:] ** 2), 1e-30)
     delta = _read(key, e, corrects=True)
     both = linear + _read(key, e - linear, corrects=True)
-    return [share(mean), share(linear), share(total, best), share(delta), share(both)]
+    return [_share(e, x) for x in (mean, linear, best * total, delta, both)]
 
 
 def _read(key: jax.Array, error: jax.Array, *, corrects: bool) -> jax.Array:
