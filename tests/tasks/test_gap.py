@@ -1,4 +1,4 @@
-"""The task gap beside a program of numpy: layers, shares of the mean, a ridge, memories."""
+"""The tasks gap and stream beside programs of numpy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +15,7 @@ from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.row import Row
 from ttcd_jax.tasks import gap
 from ttcd_jax.tasks.gap import Gap
+from ttcd_jax.tasks.stream import Stream
 
 LENGTH, WINDOW, SINKS = 150, 3, 2
 DOCUMENTS = [np.random.default_rng(n).integers(0, 11, LENGTH) for n in range(3)]
@@ -41,17 +42,17 @@ def _features(mlp, x):
     return gate / (1 + np.exp(-gate)) * (x @ np.asarray(mlp.up[...]))
 
 
-def _read(z, e, corrects):
-    """Token by token; what was written since the chunk began is not read."""
+def _read(z, e, corrects, rate=gap.RATE, until=LENGTH):
+    """(what is read, the memory) token by token; a chunk does not read what it writes."""
     key = z / np.linalg.norm(z, axis=-1, keepdims=True)
     memory, read = np.zeros((z.shape[1], e.shape[1])), np.zeros_like(e)
     for t in range(len(z)):
         if t % gap.CHUNK == 0:
             seen = memory.copy()
         read[t] = key[t] @ seen
-        left = gap.RATE * (e[t] - key[t] @ memory) if corrects else e[t]
-        memory += np.outer(key[t], left)
-    return read
+        if t < until:
+            memory += np.outer(key[t], rate * (e[t] - key[t] @ memory) if corrects else e[t])
+    return read, memory
 
 
 def _share(e, prediction):
@@ -86,14 +87,66 @@ def _expected(blocks, embedding, layer):
         )
         fits = [z @ np.linalg.solve(gram + ridge * eye, target) for ridge in gap.RIDGES]
         linear = max(fits, key=lambda x, e=e: _share(e, x))
-        total, half = _read(z, e, False), LENGTH // 2
+        total, half = _read(z, e, False)[0], LENGTH // 2
         best = (total[half:] * e[half:]).sum() / (total[half:] ** 2).sum()
-        both = linear + _read(z, e - linear, True)
+        both = linear + _read(z, e - linear, True)[0]
         sizes.append(np.linalg.norm(e) / np.linalg.norm(y))
-        predictions = mean, linear, best * total, _read(z, e, True), both
+        predictions = mean, linear, best * total, _read(z, e, True)[0], both
         shares.append([_share(e, x) for x in predictions])
     shares = np.mean(shares, 0)
     return [np.mean(sizes), *shares, shares[-1] - shares[1]]
+
+
+def _layer(block, h, window, sinks):
+    """(stream after the block, features, MLP output)."""
+    norms = [np.asarray(getattr(block, f"{x}_norm")[...]) for x in ("mixer", "mlp")]
+    h = h + _attended(block.mixer, _norm(h, norms[0]), window, sinks)
+    z = _features(block.mlp, _norm(h, norms[1]))
+    y = z @ np.asarray(block.mlp.down[...])
+    return h + y, z, y
+
+
+def _recovered(blocks, embedding, norm, at, rate):
+    own, short = (blocks[0].mixer.config.window, 0), (WINDOW, SINKS)
+
+    def run(h, first, seen):
+        for block in blocks[first:]:
+            h = _layer(block, h, *seen)[0]
+        return h
+
+    def losses(h, tokens):
+        logits = _norm(h, norm)[:-1] @ embedding.T
+        top = logits.max(-1)
+        lse = top + np.log(np.exp(logits - top[:, None]).sum(-1))
+        return lse - logits[np.arange(LENGTH - 1), tokens[1:]]
+
+    found = []
+    for tokens in DOCUMENTS:
+        teacher = student = embedding[tokens]
+        for block in blocks[: at + 1]:
+            (teacher, _, x), (student, z, y) = (
+                _layer(block, h, *seen) for h, seen in ((teacher, own), (student, short))
+            )
+        found.append((student, z, teacher - student, x - y, run(teacher, at + 1, own)))
+    shares, third = [], LENGTH // 3
+    for number, (h, z, stream, local, last) in enumerate(found):
+        others = [x for n, x in enumerate(found) if n != number]
+        gram = sum(x[1].T @ x[1] for x in others)
+        gram += np.trace(gram) / len(gram) * np.eye(len(gram))
+        fixed = np.linalg.solve(gram, sum(x[1].T @ x[2] for x in others))
+        foreign = _read(others[0][1], others[0][2], True, rate)[1]
+        added = [
+            (_read(z, stream, True, rate)[0], third),
+            (_read(z, local, True, rate)[0], third),
+            (_read(z, stream, True, rate, 2 * third)[0], 2 * third),
+            (z @ fixed, third),
+            (z / np.linalg.norm(z, axis=-1, keepdims=True) @ foreign, third),
+        ]
+        for change, start in added:
+            ends = run(h, at + 1, short), run(h + change, at + 1, short), last
+            top, new, low = (losses(x, DOCUMENTS[number])[start:].mean() for x in ends)
+            shares.append(((top - new) / (top - low), top - low))
+    return np.array(shares)
 
 
 def _subject(model, **changes):
@@ -111,6 +164,32 @@ def test_layers_and_shares_are_those_of_their_definitions(float64):
         expected = _expected(blocks, np.asarray(model.embedding[...]), layer)
         np.testing.assert_allclose(record[2:], expected, rtol=1e-9, atol=1e-11)
     assert len(records) == 2
+
+
+def test_what_comes_back_of_the_headroom_is_that_of_its_definition(float64):
+    model = randomize(Transformer, config_of("swa", window=40, num_layers=3, scans_layers=False))
+    task = Stream(window=WINDOW, sinks=SINKS, layer=1, rate=0.2, length=LENGTH)
+    records = task.measure(Scorer(model), DOCUMENTS, _subject(model))
+    graph = gap.inference_model(model)
+    blocks = [nnx.merge(x, y) for x, y in zip(graph.blocks, graph.layers, strict=True)]
+    embedding, norm = (np.asarray(x[...]) for x in (model.embedding, model.final_norm))
+    expected = _recovered(blocks, embedding, norm, 1, 0.2)
+    assert [x.document for x in records] == [n for n in range(3) for _ in range(5)]
+    np.testing.assert_allclose([x[2:] for x in records], expected, rtol=1e-7)
+    assert [x["documents"] for x in task.table({"model": records})] == [3] * 5
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "words"),
+    [
+        ("swa", {"window": 4}, "window 4 is not shorter than the model's 4"),
+        ("swa", {"window": 2, "layer": 2}, "layer 2 of a model of 2"),
+    ],
+)
+def test_a_stream_without_a_headroom_is_refused(method, options, words):
+    model = randomize(Transformer, config_of(method))
+    with pytest.raises(UserError, match=words):
+        Stream(length=9, **options).rows(_subject(model))
 
 
 def test_a_model_with_a_memory_is_measured_and_a_mixer_without_windows_refused(float64):

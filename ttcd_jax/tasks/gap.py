@@ -86,17 +86,7 @@ class Gap(Task[list[np.ndarray], LayerGap]):
     text: str | None = None
 
     def rows(self, subject: Subject) -> list[np.ndarray]:
-        records = text_records(subject.run_dir, subject.data, subject.tokenizer, self.text)
-        found: list[np.ndarray] = []
-        for part in records:
-            for document, size in enumerate(part.sizes.tolist()):
-                if size >= self.length and len(found) < self.max_documents:
-                    found.append(np.asarray(part.read(document, 0, self.length)))
-        if len(found) < 2:
-            raise DataError(
-                f"{len(found)} documents have {self.length} tokens, and others explain one: give "
-                "two or more, or a smaller --length"
-            )
+        found = documents_of(subject, self.text, self.length, self.max_documents)
         count = subject.model.config.num_layers
         if any(layer >= count for layer in self.layers):
             raise UserError(f"layers {self.layers} of a model of {count}: they count from 0")
@@ -108,10 +98,10 @@ class Gap(Task[list[np.ndarray], LayerGap]):
 
     def measure(self, scorer: Scorer, rows: list[np.ndarray], subject: Subject) -> list[LayerGap]:
         model, records = inference_model(scorer.model), []
-        embeddings = [_embedded(model, jnp.asarray(row)[None]) for row in rows]
+        embeddings = [embedded(model, jnp.asarray(row)[None]) for row in rows]
         streams = embeddings
         for layer in range(model.config.num_layers):
-            block = functools.partial(_block, model, layer)
+            block = functools.partial(block_of, model, layer)
             if not self.layers or layer in self.layers:
                 for window in self.windows:
                     found = [_views(block(), h, window, self.sinks) for h in streams]
@@ -153,6 +143,22 @@ class Gap(Task[list[np.ndarray], LayerGap]):
         return [Picture(Path(path.name), sentence)]
 
 
+def documents_of(subject: Subject, text: str | None, length: int, most: int) -> list[np.ndarray]:
+    """The first `length` tokens of the first documents that have them, at most `most`, and two or
+    more."""
+    found: list[np.ndarray] = []
+    for part in text_records(subject.run_dir, subject.data, subject.tokenizer, text):
+        for document, size in enumerate(part.sizes.tolist()):
+            if size >= length and len(found) < most:
+                found.append(np.asarray(part.read(document, 0, length)))
+    if len(found) < 2:
+        raise DataError(
+            f"{len(found)} documents have {length} tokens, and others explain one: give two or "
+            "more, or a smaller --length"
+        )
+    return found
+
+
 class _Views(NamedTuple):
     z: Float[Array, "T F"]  # the student's features
     e: Matrix
@@ -160,11 +166,11 @@ class _Views(NamedTuple):
 
 
 @jax.jit
-def _embedded(model: InferenceModel, tokens: jax.Array) -> jax.Array:
+def embedded(model: InferenceModel, tokens: jax.Array) -> jax.Array:
     return model.embedding[...].astype(model.config.precision.compute_dtype)[tokens]
 
 
-def _block(model: InferenceModel, layer: int) -> Any:
+def block_of(model: InferenceModel, layer: int) -> Any:
     return nnx.merge(model.blocks[layer], model.layers[layer])
 
 
@@ -209,7 +215,7 @@ def _explained(documents: list[_Views]) -> Iterator[float]:
         others = [x for at, x in enumerate(wide) if at != index]
         rest = [x for at, x in enumerate(grams) if at != index]
         gram, target = (sum(parts) for parts in zip(*rest, strict=True))
-        maps = [_fitted(gram, target, ridge) for ridge in RIDGES]
+        maps = [fitted(gram, target, ridge) for ridge in RIDGES]
         regression = max(maps, key=lambda x, own=own: _share(own.e, own.z @ x))
         mean = jnp.concatenate([x.e for x in others]).mean(0)
         sizes.append(float(jnp.linalg.norm(own.e) / jnp.linalg.norm(own.y)))
@@ -225,7 +231,7 @@ def _gram(z: jax.Array, e: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.jit
-def _fitted(gram: jax.Array, target: jax.Array, ridge: float) -> jax.Array:
+def fitted(gram: jax.Array, target: jax.Array, ridge: float) -> jax.Array:
     """The map [F, D] of a ridge regression."""
     weight = ridge * jnp.trace(gram) / len(gram) * jnp.eye(len(gram), dtype=gram.dtype)
     return jax.scipy.linalg.solve(gram + weight, target, assume_a="pos")
@@ -240,29 +246,46 @@ def _share(e: jax.Array, prediction: jax.Array) -> jax.Array:
 @jax.jit
 def _shares(z: jax.Array, e: jax.Array, regression: jax.Array, mean: jax.Array) -> list[jax.Array]:
     half = len(e) // 2
-    key = z / jnp.maximum(jnp.linalg.norm(z, axis=-1, keepdims=True), 1e-12)
-    linear = z @ regression
-    total = _read(key, e, corrects=False)
+    key, linear = unit(z), z @ regression
+    total = remembered(key, e, corrects=False)[0]
     best = jnp.sum(total[half:] * e[half:]) / jnp.maximum(jnp.sum(total[half:] ** 2), 1e-30)
-    delta = _read(key, e, corrects=True)
-    both = linear + _read(key, e - linear, corrects=True)
+    delta = remembered(key, e, corrects=True)[0]
+    both = linear + remembered(key, e - linear, corrects=True)[0]
     return [_share(e, x) for x in (mean, linear, best * total, delta, both)]
 
 
-def _read(key: jax.Array, error: jax.Array, *, corrects: bool) -> jax.Array:
-    """What a memory of the chunks before returns for every key."""
-    length = len(key)
-    parts = [jnp.pad(x, ((0, -length % CHUNK), (0, 0))) for x in (key, error)]
-    parts = [x.reshape(-1, CHUNK, x.shape[-1]) for x in parts]
+def remembered(
+    key: Float[Array, "T F"],
+    error: Matrix,
+    *,
+    corrects: bool,
+    rate: float = RATE,
+    memory: Float[Array, "F D"] | None = None,
+    until: int | None = None,
+) -> tuple[Matrix, Float[Array, "F D"]]:
+    """(what a memory of the chunks before returns for every key, the memory at the end). It begins
+    as `memory`, else empty, and is written by the first `until` tokens (None: all), by the delta
+    rule if it `corrects`."""
+    length, most = len(key), len(key) if until is None else until
+    error, is_written = error.astype(key.dtype), jnp.arange(length) < most
+    parts = (key, error, is_written)
+    parts = [jnp.pad(x, ((0, -length % CHUNK),) + ((0, 0),) * (x.ndim - 1)) for x in parts]
+    parts = [x.reshape(-1, CHUNK, *x.shape[1:]) for x in parts]
 
-    def token(memory: jax.Array, pair: Any) -> tuple[jax.Array, None]:
-        k, e = pair
-        left = RATE * (e - k @ memory) if corrects else e
-        return memory + jnp.outer(k, left), None
+    def token(memory: jax.Array, operands: Any) -> tuple[jax.Array, None]:
+        k, e, writes = operands
+        left = rate * (e - k @ memory) if corrects else e
+        return memory + jnp.outer(k, jnp.where(writes, left, 0)), None
 
-    def chunk(memory: jax.Array, pair: Any) -> tuple[jax.Array, jax.Array]:
-        return jax.lax.scan(token, memory, pair)[0], pair[0] @ memory
+    def chunk(memory: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.scan(token, memory, operands)[0], operands[0] @ memory
 
-    start = jnp.zeros((key.shape[1], error.shape[1]), key.dtype)
-    _, read = jax.lax.scan(chunk, start, tuple(parts))
-    return read.reshape(-1, error.shape[1])[:length]
+    if memory is None:
+        memory = jnp.zeros((key.shape[1], error.shape[1]), key.dtype)
+    memory, read = jax.lax.scan(chunk, memory, tuple(parts))
+    return read.reshape(-1, error.shape[1])[:length], memory
+
+
+def unit(z: Float[Array, "T F"]) -> Float[Array, "T F"]:
+    """Keys of norm 1."""
+    return z / jnp.maximum(jnp.linalg.norm(z, axis=-1, keepdims=True), 1e-12)
