@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import os
 import re
 import select
@@ -34,6 +35,7 @@ from ttcd_jax.units import OF_OUTPUT, printable
 CONFIG_DIR = Path(__file__).parent / "configs"
 _MOST_QUOTED = 1000  # characters at either end of a longer error
 _MAY_BE_EMPTY = ("compile_cache",)
+_OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 _OF_JAX = re.compile("Unable to initialize backend|for JAX flag|for environment 'JAX_")
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141
@@ -61,7 +63,8 @@ def run(
     arguments after them choose, if they choose one: --help shows its fields.
     """
     open_standard_streams()
-    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["import"])  # for its --help
+    for name in {"import", "distributed"} & {*flags.FLAGS}:  # which --help shows
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     with mistakes_reported():
         app.run(main, flags_parser=functools.partial(_parse_flags, arguments, options))
@@ -83,19 +86,15 @@ def mistakes_reported() -> Iterator[None]:
             sys.stdout.flush()
     except UserError as error:
         _leave(f"error: {error}{_notes(error)}", error.exit_code)
-    except (ValueError, AssertionError) as error:
-        _leave_if_unsupported(error)
-        raise
     except ImportError as error:
         if (package := _missing_package(error)) is None:
             raise
         _leave(f"error: this needs {package}, which is missing: pip install {package}", 2)
     except KeyboardInterrupt:
         _leave("interrupted", INTERRUPTED)
-    except (MemoryError, RuntimeError) as error:
+    except (ValueError, AssertionError, RuntimeError, MemoryError) as error:
         _leave_if_unsupported(error)
-        is_memory = re.search("RESOURCE_EXHAUSTED|Out of memory", str(error))
-        if isinstance(error, RuntimeError) and not is_memory:
+        if not isinstance(error, MemoryError) and not _OUT_OF_MEMORY.search(str(error)):
             raise
         _leave(
             f"error: out of memory ({str(error).partition(chr(10))[0]}): take a smaller batch, "
@@ -114,6 +113,31 @@ def mistakes_reported() -> Iterator[None]:
         if is_closed:
             sys.exit(OUTPUT_CLOSED)
         _leave(f"error: {error}: make room", ResourceError.exit_code)
+
+
+def define_distributed() -> None:
+    """Defines the flag of commands that run as one job of several processes, which `connect`."""
+    flags.DEFINE_string(
+        "distributed",
+        "none",
+        "How several processes find each other: none, slurm, jobset, or "
+        "HOST:PORT,NUM_PROCESSES,PROCESS_ID, where {NAME} is a variable of the environment.",
+    )
+
+
+def connect(lost_seconds: float = 60.0) -> None:
+    """Joins the other processes of the job, if any. One that is not heard of for twice
+    `lost_seconds` is lost, also before the first step. Call it before JAX's first array."""
+    import jax
+
+    from ttcd_jax.sharding.distributed import detect, initialize
+    from ttcd_jax.train.watchdog import Watchdog
+
+    processes = detect(flags.FLAGS.distributed, os.environ)
+    if processes is not None:
+        with Watchdog(processes.count):
+            initialize(processes, heartbeat_seconds=math.ceil(2 * lost_seconds))
+            jax.devices()  # waits until each process knows those of the others
 
 
 def clean_up_on_sigterm() -> None:
@@ -206,9 +230,7 @@ def _show_options(options: OptionsOf, command_line: list[str]) -> None:
 
 
 def _parse_flags(
-    names: Sequence[str] | None,
-    options: OptionsOf | None,
-    command_line: list[str],
+    names: Sequence[str] | None, options: OptionsOf | None, command_line: list[str]
 ) -> list[str]:
     flags.FLAGS.set_gnu_getopt(True)  # flags may follow arguments
     try:

@@ -19,25 +19,27 @@ others a method with a memory is measured with its fast
 weights on and off (eta = 0). Every task is a file in ttcd_jax/tasks with its options,
 --batch_size=N for all; docs/evaluation.md describes them.
 
---param changes settings without parameters: the window, YaRN. Results go to eval/TASK in the run,
-those under --param or --label to a separate folder next to it; an interrupted evaluation goes on.
+--param changes settings of the model without parameters, as the window or YaRN, and options of the
+task (--param='Perplexity.seq_len=512' is --seq_len=512). Results go to eval/TASK in the run, those
+of a changed or labelled model to a separate folder next to it; an interrupted evaluation goes on,
+and what was measured is not measured again.
 All devices are used; of several processes the first prints and writes.
 """
 
 from absl import flags
 
-from experiments import cli, processes
+from experiments import cli
 from ttcd_jax.config import Config
 
 FLAGS = flags.FLAGS
-flags.adopt_module_key_flags(processes)
+cli.define_distributed()
 flags.DEFINE_string("run_dir", None, "The run directory.", required=True)
 flags.DEFINE_string("task", None, "The task; its options follow.", required=True)
 flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")
 flags.DEFINE_list("mesh", [], "Devices along mesh axes, as data=2,seq=2; fsdp takes the rest.")
 flags.DEFINE_string("label", None, "Name of this run in tables and pictures; default: its method.")
 flags.DEFINE_multi_string(
-    "param", [], "A binding of the model, as in a .gin file; may be repeated."
+    "param", [], "A binding of the model or the task, as in a .gin file; may be repeated."
 )
 
 
@@ -47,6 +49,7 @@ def main(argv: list[str]) -> None:
 
     from ttcd_jax.measure.results import evaluate
     from ttcd_jax.measure.task import Subject
+    from ttcd_jax.run.bindings import rebound
     from ttcd_jax.run.directory import RunDirectory, load_run
     from ttcd_jax.run.model_changes import describe
     from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
@@ -54,13 +57,16 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.train.watchdog import Watchdog
     from ttcd_jax.units import printable
 
-    task = cli.parse_options(find_task(FLAGS.task), f"task {FLAGS.task}", argv[1:])
+    kind = find_task(FLAGS.task)
+    own = [x for x in FLAGS.param if x.startswith(f"{kind.__name__}.")]
+    params = [x for x in FLAGS.param if x not in own]
+    task = rebound(cli.parse_options(kind, f"task {FLAGS.task}", argv[1:]), own)
     data = RunDirectory(FLAGS.run_dir).read_part("data")
     mesh_config = cli.parse_options(MeshConfig, "--mesh", FLAGS.mesh)
-    processes.connect()
+    cli.connect()
     with Watchdog(jax.process_count()), jax.set_mesh(build_mesh(mesh_config)):
-        run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
-        changes = describe(FLAGS.param)
+        run = load_run(FLAGS.run_dir, FLAGS.step, params)
+        changes = describe(params)
         subject = Subject(run.model, run.tokenizer, data, FLAGS.run_dir, FLAGS.label, changes)
         result = evaluate(task, subject, run.step)
         if jax.process_index() == 0:

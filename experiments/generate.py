@@ -18,12 +18,10 @@ text. No text is generated after --prompt_file itself.
 Texts go to standard output, everything else to standard error.
 """
 
-import contextlib
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -145,25 +143,24 @@ class _Session:
         from ttcd_jax.inference.state import start_state
 
         num_rows = len(FLAGS.prompt_file) or 1
-        if FLAGS.load_state is not None:
-            state = load_state(FLAGS.load_state, self._model)
-            if len(state.position) != num_rows:
-                raise UserError(
-                    f"--load_state={FLAGS.load_state} has {len(state.position)} rows, and there "
-                    f"are {num_rows} prompts: pass one for each row"
-                )
-            _say(f"{FLAGS.load_state}: {_tokens_read(state)}")
-            return state
-        if FLAGS.max_length is not None:
-            return start_state(self._model, num_rows, max_length=FLAGS.max_length)
-        return None
+        if FLAGS.load_state is None:
+            length = FLAGS.max_length
+            return length and start_state(self._model, num_rows, max_length=length)
+        state = load_state(FLAGS.load_state, self._model)
+        if len(state.position) != num_rows:
+            raise UserError(
+                f"--load_state={FLAGS.load_state} has {len(state.position)} rows, and there "
+                f"are {num_rows} prompts: pass one for each row"
+            )
+        _say(f"{FLAGS.load_state}: {_tokens_read(state)}")
+        return state
 
     def read_files(self, prompts: list[bytes]) -> list[dict[str, Any]]:
         """The record of each text for --json, once all prompts are read and continued."""
         changes = {"max_new_tokens": 0} if FLAGS.interactive else {}
         rows = [self._tokenizer.encode(prompt) for prompt in prompts]
         generation = self._generation(rows, self._state, **changes)
-        texts = _texts(generation)
+        texts = _texts(generation, threading.Event())
         self._state = generation.state
         return [
             {"prompt_file": file, "prompt_tokens": len(row)} | text
@@ -177,8 +174,13 @@ class _Session:
         while line := _line():
             state = jax.tree.map(lambda x: x.copy(), self._state)
             generation = self._generation([self._tokenizer.encode(line)], state)
-            with _interruptible() as is_interrupted:
-                _texts(generation, is_interrupted)
+            # Ctrl-C stops no decode, whose state would be lost.
+            is_pressed = threading.Event()
+            before = signal.signal(signal.SIGINT, lambda *_, event=is_pressed: event.set())
+            try:
+                _texts(generation, is_pressed)
+            finally:
+                signal.signal(signal.SIGINT, before)
 
     def _generation(
         self, rows: "list[np.ndarray]", state: "InferenceState | None", **changes: Any
@@ -201,30 +203,28 @@ class _Session:
         _say(f"saved in {folder.absolute()}: {_tokens_read(self._state)}")
 
 
-def _texts(
-    generation: "Generation", is_interrupted: Callable[[], bool] = lambda: False
-) -> list[dict[str, Any]]:
-    """The record of each text. Prints a single text as it is generated, several when finished; then
-    the numbers and rates of the tokens read and generated, and the size of the state."""
+def _texts(generation: "Generation", is_stopped: threading.Event) -> list[dict[str, Any]]:
+    """The record of each text, to which no token is added once `is_stopped`. Prints a single text
+    as it is generated, several when finished; then the numbers and rates of the tokens read and
+    generated, and the size of the state."""
     import jax
 
     spoken = [_read(generation)]
     texts = [{"text": "", "tokens": []} for _ in generation.state.position]
-    first, is_stopped = 0.0, False
+    first = 0.0
     for event in generation:
         # The first tokens include compilation, so the rate starts after them.
         first = first or time.monotonic()
-        text, is_stopped = texts[event.row], is_interrupted()
+        text, is_last = texts[event.row], is_stopped.is_set()
         text["text"] += event.text
         text["tokens"] += [] if event.token is None else [event.token]
         text["finish_reason"] = event.finish_reason
-        is_over = bool(text["tokens"]) and (event.finish_reason is not None or is_stopped)
+        is_over = bool(text["tokens"]) and (event.finish_reason is not None or is_last)
         if len(texts) == 1:
             _show(event.text + "\n" * is_over)
         elif is_over:
-            name = units.printable(FLAGS.prompt_file[event.row])
-            _show(f"--- {name}\n{text['text']}\n")
-        if is_stopped:
+            _show(f"--- {units.printable(FLAGS.prompt_file[event.row])}\n{text['text']}\n")
+        if is_last:
             break
     later = sum(len(text["tokens"]) for text in texts) - len(texts)
     if later > 0:
@@ -268,17 +268,6 @@ def _line() -> bytes:
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
     return sys.stdin.buffer.readline().rstrip(b"\r\n")
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Yields whether Ctrl-C was pressed. Inside it stops no decode, whose state would be lost."""
-    pressed = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
-    try:
-        yield pressed.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _tokens_read(state: "InferenceState") -> str:

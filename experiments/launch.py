@@ -21,12 +21,12 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import cli, processes
+from experiments import cli
 from ttcd_jax import terminal
 from ttcd_jax.errors import DataError, UserError
 
 FLAGS = flags.FLAGS
-flags.adopt_module_key_flags(processes)
+cli.define_distributed()
 flags.DEFINE_string("gin", None, "A file in experiments/configs/, or a path.", required=True)
 flags.DEFINE_multi_string("param", [], "A binding that overrides the file, as Class.field=value.")
 flags.DEFINE_string("run_dir", None, "The run directory; default: runs/<name of the gin file>.")
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
         plan.print_plan(config, hardware)
         return
     window = step_window(FLAGS.profile, config.steps) if FLAGS.profile else range(0)
-    processes.connect(FLAGS.hang_seconds)
+    cli.connect(FLAGS.hang_seconds)
     options = {"profile": window, "hang_seconds": FLAGS.hang_seconds}
     # The file's text and the parameters, for human readers: a resume reads `config.json`.
     source = gin_file.read_text(encoding="utf-8") + "".join(

@@ -32,13 +32,8 @@ class DeviceMemory(NamedTuple):
     rest: int
 
     @property
-    def lasting(self) -> int:
-        """Bytes that a smaller batch does not reduce."""
-        return self.params + self.gradients + self.optimizer
-
-    @property
     def total(self) -> int:
-        return self.lasting + self.rest
+        return sum(self)
 
 
 def use_topology(topology: str) -> Hardware:
@@ -153,12 +148,13 @@ def _per_device(size: float) -> str:
 
 
 class Change(NamedTuple):
-    """Bindings that make a step smaller; its bytes per device with them and all earlier changes;
-    their cost."""
+    """Bindings that make a step smaller, their cost, and the configuration with them and all
+    earlier changes; the bytes per device that it takes, once it is compiled."""
 
     param: str
-    total: int
     cost: str
+    config: RunConfig
+    total: int = 0
 
 
 def changes_to_fit(config: RunConfig, mesh: Mesh, used: DeviceMemory, room: float) -> list[Change]:
@@ -170,47 +166,45 @@ def changes_to_fit(config: RunConfig, mesh: Mesh, used: DeviceMemory, room: floa
     changes: list[Change] = []
     devices = mesh.devices.flatten().tolist()
     proposals = [_shrink_parts, _recompute, *[_shard_rows] * mesh.size]
-    if used.lasting > room:
+    if used.total - used.rest > room:  # in a smaller batch as well
         proposals.insert(0, _shard_parameters)
     for propose in proposals:
         if used.total <= _MARGIN * room:
             break
-        if (proposal := propose(config, mesh)) is None:
+        if (change := propose(config, mesh)) is None:
             continue
-        param, cost, changed = proposal
-        smaller_mesh = run_mesh(changed, devices)
-        smaller, _ = make_plan(changed, smaller_mesh)
+        smaller_mesh = run_mesh(change.config, devices)
+        smaller, _ = make_plan(change.config, smaller_mesh)
         if smaller.total < used.total:
-            config, mesh, used = changed, smaller_mesh, smaller
-            changes.append(Change(param, used.total, cost))
+            config, mesh, used = change.config, smaller_mesh, smaller
+            changes.append(change._replace(total=used.total))
     return changes
 
 
-type _Proposal = tuple[str, str, RunConfig] | None
-
-
-def _shard_parameters(config: RunConfig, mesh: Mesh) -> _Proposal:
+def _shard_parameters(config: RunConfig, mesh: Mesh) -> Change | None:
     sizes = mesh.shape
     if sizes["data"] == 1:
         return None
     param, config = _on_mesh(config, data=1, fsdp=sizes["fsdp"] * sizes["data"])
-    return param, "parameters are gathered from more devices", config
+    return Change(param, "parameters are gathered from more devices", config)
 
 
-def _shrink_parts(config: RunConfig, mesh: Mesh) -> _Proposal:
+def _shrink_parts(config: RunConfig, mesh: Mesh) -> Change | None:
     parts = config.batch_size // (mesh.shape["data"] * mesh.shape["fsdp"])
-    changed = config.replace(accumulation_steps=parts)
-    return f"RunConfig.accumulation_steps={parts}", "smaller products, the same FLOPs", changed
+    param = f"RunConfig.accumulation_steps={parts}"
+    cost = "smaller products, the same FLOPs"
+    return Change(param, cost, config.replace(accumulation_steps=parts))
 
 
-def _recompute(config: RunConfig, mesh: Mesh) -> _Proposal:
+def _recompute(config: RunConfig, mesh: Mesh) -> Change | None:
     if config.model.remat not in ("none", "dots"):
         return None
     changed = config.replace(model=config.model.replace(remat="block"))
-    return "TransformerConfig.remat='block'", "blocks run forward twice: 4/3 of the FLOPs", changed
+    cost = "blocks run forward twice: 4/3 of the FLOPs"
+    return Change("TransformerConfig.remat='block'", cost, changed)
 
 
-def _shard_rows(config: RunConfig, mesh: Mesh) -> _Proposal:
+def _shard_rows(config: RunConfig, mesh: Mesh) -> Change | None:
     sizes = mesh.shape
     axis = next((name for name in ("fsdp", "data") if sizes[name] % 2 == 0), None)
     if axis is None or config.data.seq_len % (2 * sizes["seq"] * (memory_chunk(config.model) or 1)):
@@ -219,7 +213,7 @@ def _shard_rows(config: RunConfig, mesh: Mesh) -> _Proposal:
     parts = 2 * config.batch_size // (sizes["data"] * sizes["fsdp"])
     param = f"RunConfig.accumulation_steps={parts}\n{mesh_param}"
     cost = "neighbors exchange keys and states; more, smaller parts"
-    return param, cost, config.replace(accumulation_steps=parts)
+    return Change(param, cost, config.replace(accumulation_steps=parts))
 
 
 def _on_mesh(config: RunConfig, **sizes: int) -> tuple[str, RunConfig]:

@@ -1,21 +1,17 @@
 """A run with bad steps in its data: a batch with the token NAN makes the loss NaN, one with SPIKE
-multiplies it. A script: `python bad_steps_run.py RUN_DIR` prints the records of the run as JSON."""
+multiplies it."""
 
-import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import config_of
+from small_models import config_of, run_config
 
-from ttcd_jax import BatchesConfig, OptimizerConfig, RunConfig, train_run
-from ttcd_jax.precision import Precision
+from ttcd_jax import BatchesConfig, Precision, train_run
 from ttcd_jax.run.reporting import read_metrics
-from ttcd_jax.run.trackers import Tracker
 from ttcd_jax.run.training import TrainedRun
 from ttcd_jax.train import bad_steps
 from ttcd_jax.train import step as step_module
@@ -24,16 +20,10 @@ from ttcd_jax.train.loss import summed_loss
 NAN, SPIKE = 9, 10
 WARMUP = 14
 BAD = {3: NAN, 16: SPIKE, 17: NAN, 20: SPIKE}  # by step
-CONFIG = RunConfig(
-    model=config_of("ipttcd", num_layers=1, fast_layers=(0,), precision=Precision()),
-    data=BatchesConfig(seq_len=8),
-    optimizer=OptimizerConfig(),
-    steps=24,
-    batch_size=4,
-    log_every=1,
-    checkpoint_every=6,
-    max_skipped_steps=4,
-    spike_factor=20.0,
+CONFIG = run_config(
+    config_of("ipttcd", num_layers=1, precision=Precision()),
+    **{"data": BatchesConfig(seq_len=8), "steps": 24, "batch_size": 4, "log_every": 1},
+    **{"checkpoint_every": 6, "max_skipped_steps": 4, "spike_factor": 20.0},
 )
 
 
@@ -50,14 +40,12 @@ def batches(start: int) -> Iterator[np.ndarray]:
         yield batch
 
 
-def train(
-    run_dir: Path, *on_metrics: Any, trackers: Sequence[Tracker] = (), **changes: Any
-) -> TrainedRun:
+def train(run_dir: Path, *on_metrics: Any, trackers: Any = (), **changes: Any) -> TrainedRun:
+    calls = {"on_metrics": on_metrics, "trackers": trackers}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_module, "summed_loss", poisoned_loss)
         patch.setattr(bad_steps, "WARMUP", WARMUP)
-        config, calls = CONFIG.replace(**changes), {"on_metrics": on_metrics, "trackers": trackers}
-        return train_run(config, run_dir, batches, **calls)
+        return train_run(CONFIG.replace(**changes), run_dir, batches, **calls)
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -65,8 +53,3 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     timed = ("tokens_per_second", "data_wait")
     every = read_metrics(run_dir / "metrics.jsonl")
     return [{name: x for name, x in record.items() if name not in timed} for record in every]
-
-
-if __name__ == "__main__":
-    train(Path(sys.argv[1]))
-    print("records:" + json.dumps(records(Path(sys.argv[1]))))

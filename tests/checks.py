@@ -1,5 +1,7 @@
 """Tolerances by dtype, comparisons of trees, and the equations of a jaxpr, for many tests."""
 
+import contextlib
+import resource
 from collections.abc import Callable, Iterator
 
 import jax
@@ -97,6 +99,17 @@ def refused(words: str, call: Callable, *args, error: type = UserError, **option
     assert "\n" not in message
     assert all(word in message for word in words.split("|")), message
     return message
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Limits the size of the files that this process writes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

@@ -11,7 +11,9 @@ from pyarrow import ipc, parquet
 
 from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.preparation import prepare_records
+from ttcd_jax.data.records import MANIFEST, sealed
 from ttcd_jax.data.tokenizer import TokenizerConfig
+from ttcd_jax.files import sha256
 
 
 def text_folder(folder: Path, texts: Sequence[str] | dict[str, str], **options) -> CorpusConfig:
@@ -36,6 +38,19 @@ def records(corpus: CorpusConfig, folder: Path, **options) -> dict:
     """The manifest of new records of bytes."""
     folder.mkdir(parents=True)
     return prepare_records(corpus, TokenizerConfig(), folder, **options)
+
+
+def reseal(folder: Path, **changes) -> None:
+    """The manifest gets `changes`, the digests of the files and its own, as if it were hostile."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    if isinstance(manifest, dict):
+        manifest |= changes
+        files = manifest.get("files")
+        for name, entry in files.items() if isinstance(files, dict) else ():
+            if isinstance(entry, dict) and (folder / name[:99]).is_file():
+                entry["sha256"] = sha256(folder / name)
+        manifest = sealed({name: x for name, x in manifest.items() if name != "sha256"})
+    (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
 def table(path: Path, columns, rows: int | None = None, form: str = "stream") -> Path:

@@ -1,6 +1,7 @@
 """Changes of files at random, and what a reader of them may do: read, or raise a `UserError`."""
 
 import copy
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -79,3 +80,15 @@ def fuzz(
             num_refused += 1
         assert message is None or str(named) in message
     assert num_refused > count // 4
+
+
+def fuzz_file(path: Path, read: Callable[[], Any], count: int, named: object = "") -> None:
+    """`fuzz` with changed values in a file of JSON, which is what it was at the end."""
+    text = path.read_text()
+
+    def read_changed(value: Any) -> None:
+        path.write_text(json.dumps(value))
+        read()
+
+    fuzz(json.loads(text), read_changed, count, named=named)
+    path.write_text(text)

@@ -1,11 +1,16 @@
 """Processes with fake devices, kernels in Triton's interpreter, and the names of the kernels that a
-program launches on a GPU."""
+program launches on a GPU. As a program: what a function of a test file returns, pickled."""
 
+import base64
 import contextlib
 import importlib
+import inspect
 import json
 import os
+import pickle
 import re
+import runpy
+import sys
 import types
 import zlib
 from collections.abc import Callable, Iterator
@@ -49,18 +54,18 @@ def run_on_devices(script: Path, *arguments: str) -> Any:
     return json.loads(printed(str(script), *arguments, count=8))
 
 
-def check_errors(op: str, cases: list[dict[str, Any]], bound: dict[str, float], *sums: str) -> None:
-    """Every result of every case of a Triton kernel, in Triton's interpreter, is within its dtype's
-    bound; `sums`, in float32 of exact products of narrow numbers, within that of float32 (narrow
-    taps have rounded gradients)."""
-    script = Path(__file__).parent / "kernels" / "interpreted.py"
-    lines = printed(str(script), op, json.dumps(cases), count=1).splitlines()
-    for case, errors in zip(cases, map(json.loads, lines), strict=True):
-        # One by one: `max` passes over NaN, the value of an unwritten result.
-        allowed = bound[case.get("dtype", "float32")]
-        assert all(error < allowed for error in errors.values()), (case, errors)
-        exact = () if "taps_dtype" in case else sums
-        assert all(errors[name] < bound["float32"] for name in exact), (case, errors)
+def elsewhere(
+    function: Callable[..., Any],
+    *arguments: Any,
+    count: int = 8,
+    is_wide: bool = False,
+    **variables: str,
+) -> Any:
+    """What a function of a test file returns, for JSON's arguments, in a process of its own with
+    `count` devices, which has float64 if it `is_wide`."""
+    call = json.dumps([inspect.getfile(function), function.__name__, is_wide, arguments])
+    last = printed(__file__, call, count=count, **variables).splitlines()[-1]
+    return pickle.loads(base64.b64decode(last))
 
 
 def launched_kernels(function: Callable[..., Any], *operands: Any, capability: int) -> list[str]:
@@ -108,3 +113,9 @@ def _launched(operation: Any) -> list[str]:
                 names.append(zlib.decompress(attributes["backend_config"].value_bytes).decode())
             names += _launched(inner)
     return names
+
+
+if __name__ == "__main__":
+    path, name, is_wide, arguments = json.loads(sys.argv[1])
+    jax.config.update("jax_enable_x64", is_wide)
+    print(base64.b64encode(pickle.dumps(runpy.run_path(path)[name](*arguments))).decode())

@@ -13,13 +13,7 @@ SHA = "1234567890" * 4
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    def do_HEAD(self) -> None:
-        self._answer(has_body=False)
-
     def do_GET(self) -> None:
-        self._answer(has_body=True)
-
-    def _answer(self, *, has_body: bool) -> None:
         hub = self.server.hub
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         hub.asked.append((self.command, path))
@@ -34,26 +28,27 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._send(hub.status or 404, b"{}", headers)
         if rest[:1] == ["revision"] and rest[1] not in ("main", SHA):
             return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        if is_api and rest[:1] == ["tree"]:
-            tree = [
-                {"type": "file", "path": name, "size": len(content), "oid": SHA}
-                for name, content in hub.files.items()
-            ]
-            return self._send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
         if is_api:
-            siblings = [{"rfilename": n, "size": len(c)} for n, c in hub.files.items()]
-            content = json.dumps({"id": hub.repo, "sha": SHA, "siblings": siblings}).encode()
-            return self._send(200, content, {"Content-Type": "application/json"})
+            sizes = [(name, len(content)) for name, content in hub.files.items()]
+            value = {"id": hub.repo, "sha": SHA}
+            value["siblings"] = [{"rfilename": name, "size": size} for name, size in sizes]
+            if rest[:1] == ["tree"]:
+                file = {"type": "file", "oid": SHA}
+                value = [file | {"path": name, "size": size} for name, size in sizes]
+            headers = {"Content-Type": "application/json"}
+            return self._send(200, json.dumps(value).encode(), headers)
         content = hub.files["/".join(rest[2:])]
         headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": SHA}
-        self._send(200, content, headers, has_body=has_body, cut=hub.cut)
+        self._send(200, content, headers, cut=hub.cut)
 
-    def _send(self, status, content, headers, *, has_body=True, cut=0) -> None:
+    do_HEAD = do_GET
+
+    def _send(self, status, content, headers, cut=0) -> None:
         self.send_response(status)
         for key, value in (headers | {"Content-Length": str(len(content))}).items():
             self.send_header(key, value)
         self.end_headers()
-        if has_body and self.command == "GET":
+        if self.command == "GET":
             self.wfile.write(content[: len(content) - cut])
 
     def log_message(self, *_) -> None:

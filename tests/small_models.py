@@ -1,85 +1,21 @@
-"""A model of two small layers for every method, whose windows and chunks are four tokens; the
-attention of small layers; and a method outside the package: a Hebbian memory in the down projection
-that forgets by half.
+"""A model of two small layers for every method, whose windows and chunks are four tokens; a run of
+it; the attention of small layers; and a method outside the package, that of docs/extending.md."""
 
-    S <- S / 2 + sum over the chunk of tanh(z)^T x,   y = z (W_base + eta S),   z = feat(x)
-"""
+import re
+import types
+from pathlib import Path
 
-import dataclasses
-
-import jax
-import jax.numpy as jnp
-
+from ttcd_jax import OptimizerConfig, Precision, RunConfig, TransformerConfig
+from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
-from ttcd_jax.memory.chunks import masked
-from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.delta_net import DeltaRuleConfig
 from ttcd_jax.methods.ideal import IdealMemoryConfig
-from ttcd_jax.methods.in_place import InPlaceConfig, InPlaceMLP, InPlaceSettings
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
 from ttcd_jax.methods.registry import Method
-from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.nn.attention import AttentionConfig
-from ttcd_jax.nn.block import BlockConfig
-from ttcd_jax.nn.mlp import MLPConfig
-from ttcd_jax.precision import Precision
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ToySettings(InPlaceSettings):
-    pass
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ToyConfig(InPlaceConfig):
-    mlp: MLPConfig
-    memory: ToySettings
-
-    def flops(self, length):
-        return (3 + 2) * self.mlp.unit_flops(length)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ToyMemory(ChunkedMemory):
-    w_base: jax.Array
-    eta: float = dataclasses.field(metadata={"static": True})
-
-    def start(self, batch):
-        return jnp.zeros((batch, *self.w_base.shape), self.w_base.dtype)
-
-    def read(self, state, z):
-        return z @ (self.w_base + self.eta * state)
-
-    def write(self, state, writes, mask=None):
-        z, x = writes
-        return state / 2 + jnp.tanh(z).mT @ masked(x, mask)
-
-
-class ToyMLP(InPlaceMLP, config=ToyConfig):
-    def source(self, x, row, student):
-        return x
-
-    def tokens(self, x, t):
-        return (self.features(x), t)
-
-    def operands(self, convolved):
-        return (convolved[0], convolved)
-
-    def memory(self, length):
-        return ToyMemory(self.w_base(), self.settings.eta)
-
-
-def _toy(model, settings):
-    mlp = ToyConfig(mlp=model.mlp(), memory=settings)
-    return BlockConfig(mixer=model.attention(), mlp=mlp)
-
-
-TOY = Method("toy", "a toy", _toy, settings=ToySettings)
-
 
 CHUNK, WINDOW, D = 4, 4, 8
 FLOAT64 = Precision(param="float64", compute="float64", state="float64")
@@ -91,11 +27,21 @@ SETTINGS = {
         **{"chunk_size": CHUNK, "num_taps": 3, "form": "blocked", "target": "embedding"},
         **{"half_lives": (3.0, 50.0), "decay": "gated"},
     ),
-    "toy": ToySettings(chunk_size=CHUNK),
     "lact": LaCTMemoryConfig(chunk_size=CHUNK, num_fast_heads=2, low_rank=3),
 }
 DELTA = DeltaRuleConfig(chunk_size=CHUNK, num_taps=3, value_expansion=1.5)
 SETTINGS |= dict.fromkeys(("deltanet", "gated_deltanet", "deltanet_hybrid"), DELTA)
+
+
+RECALL = RecallConfig(num_slots=8, num_keys=4, num_values=4)
+
+
+def outside_method() -> Method:
+    """The method of docs/extending.md, "hebbian", not registered."""
+    page = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+    code = re.search(r"```python\n# my_package/hebbian.py\n(.*?)```", page, re.DOTALL)[1]
+    exec(code, types.ModuleType("hebbian").__dict__)
+    return METHODS.pop("hebbian")
 
 
 def _small(settings):
@@ -121,6 +67,13 @@ def config_of(method: str, **changes) -> TransformerConfig:
         "precision": FLOAT64,
     }
     return TransformerConfig(**fields | changes)
+
+
+def run_config(model: str | TransformerConfig = "ipttcd", **changes) -> RunConfig:
+    """Eight steps of a model, or of a method's, on recall data."""
+    model = config_of(model) if isinstance(model, str) else model
+    fields = {"model": model, "data": RECALL, "optimizer": OptimizerConfig()}
+    return RunConfig(**fields | {"steps": 8, "batch_size": 2} | changes)
 
 
 def byte_model(**changes) -> TransformerConfig:

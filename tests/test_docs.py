@@ -21,14 +21,11 @@ PAGES = [ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob
 PAGES.append(ROOT / "experiments/RESULTS.md")
 SMALL_MODEL = [
     *("RunConfig.steps=1000000", "RunConfig.log_every=1", "RecordsConfig.seq_len=64"),
-    *(
-        "TransformerConfig.vocab_size=512",
-        "TransformerConfig.dim=64",
-        "TransformerConfig.mlp_dim=64",
-    ),
-    *("TransformerConfig.num_layers=2", "TransformerConfig.num_heads=2"),
+    *(f"TransformerConfig.{name}=64" for name in ("dim", "mlp_dim")),
+    *(f"TransformerConfig.{name}=2" for name in ("num_layers", "num_heads")),
     *("TransformerConfig.window=24", "TransformerConfig.student_window=8"),
     *("TransformerConfig.fast_layers=(0,)", "MemoryConfig.chunk_size=16"),
+    "TransformerConfig.vocab_size=512",
 ]
 # Runs the script as SLURM does, one process for four nodes; the srun below starts the processes and
 # stops one of them after two more steps.

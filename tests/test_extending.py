@@ -63,7 +63,8 @@ def test_what_the_page_registers_works(place):
     assert [row["half"] for row in halves["table"]] == ["first", "second"]
     assert "Loss by half of the row" in (hebbian / "report/index.html").read_text()
     records = read_metrics(lion / "metrics.jsonl")
-    measured = {"memory_ratio/0", "hidden_norm", "weight_norm/embedding", "weight_norm/head"}
+    measured = {"memory_ratio/0", "hidden_norm", "num_targets"}
+    measured |= {f"layer_norms/{i}" for i in range(_config(lion)["model"]["num_layers"])}
     assert measured == records[0].keys() - {*RESERVED}
     assert all(record[name] > 0 for record in records for name in measured)
     manifest = json.loads((place / "genes/manifest.json").read_text())
@@ -73,32 +74,23 @@ def test_what_the_page_registers_works(place):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("line", "words"),
     [
+        ("evaluate --run_dir=runs/hebbian --task=recall", "add --import=my_package.hebbian ("),
+        ("report --run_dir=runs/hebbian", "needs my_package.hebbian: add --import="),
         (
-            ("evaluate", "--run_dir=runs/hebbian", "--task=recall"),
-            "add --import=my_package.hebbian (",
+            "generate --run_dir=runs/hebbian --prompt_file=GENES/0.fasta",
+            "needs my_package.hebbian: ",
         ),
-        (("report", "--run_dir=runs/hebbian"), "needs my_package.hebbian: add --import="),
-        (
-            ("generate", "--run_dir=runs/hebbian", "--prompt_file=GENES/0.fasta"),
-            "needs my_package.hebbian: add --import=",
-        ),
-        (("launch", "--gin=my_package/hebbian.gin", "--run_dir=runs/hebbian"), "add --import="),
-        (
-            ("evaluate", "--import=my_pakage.x", "--run_dir=.", "--task=ppl"),
-            "no module my_pakage in",
-        ),
-        (("evaluate", "--import=my_package/x.py", "--run_dir=.", "--task=ppl"), "not a file: x"),
-        (("evaluate", "--import=os;ls", "--run_dir=.", "--task=ppl"), "give a module's name"),
-        (
-            ("report", "--import=my_package.hebbian", "--run_dir=runs/hebbian"),
-            "no evaluation task is called 'halves'",
-        ),
+        ("launch --gin=my_package/hebbian.gin --run_dir=runs/hebbian", "add --import="),
+        ("evaluate --import=my_pakage.x --run_dir=. --task=ppl", "no module my_pakage in"),
+        ("evaluate --import=my_package/x.py --run_dir=. --task=ppl", "not a file: x"),
+        ("evaluate --import=os;ls --run_dir=. --task=ppl", "give a module's name"),
+        ("report --import=my_package.hebbian --run_dir=runs/hebbian", "task is called 'halves'"),
     ],
 )
-def test_a_module_that_is_missing_is_named(place, arguments, words):
-    assert words in commands.refused(*arguments, **_in(place))
+def test_a_module_that_is_missing_is_named(place, line, words):
+    assert words in commands.refused(*line.split(), **_in(place))
 
 
 @pytest.mark.parametrize("names", [5, ["a b"], [["os"]], {"os": 1}, [None], "os"])
@@ -120,3 +112,9 @@ def test_names_that_are_taken_are_refused():
     with pytest.raises(UserError, match="two things are called 'a'"):
         registry.add(2, "a")
     assert registry == {"a": 1}
+
+
+@pytest.mark.parametrize("entry", [(len,), ("*.xml", len), (len, 5)])
+def test_an_entry_without_a_name_is_refused(entry):
+    with pytest.raises(UserError, match=r"^register\(.*\): give the thing and its name"):
+        Registry("thing").add(*entry)

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from checks import refused
 from safetensors.numpy import save_file
 
 from ttcd_jax.errors import DataError, UserError
@@ -76,22 +77,28 @@ def test_permissions_follow_the_umask(umask, tmp_path):
     assert modes == [0o777 & ~umask, 0o666 & ~umask]
 
 
-def test_a_place_that_cannot_be_used_is_the_users_mistake(tmp_path):
+def test_a_place_that_cannot_be_used_or_is_being_filled_is_the_users_mistake(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UserError, match=r"cannot write .*/file/x: .*; choose another folder"):
-        write_whole(tmp_path / "file" / "x", "")
+    words = "cannot write |/file/x: |; choose another folder"
+    refused(words, write_whole, tmp_path / "file" / "x", "")
     with pytest.raises(UserError, match="not an empty folder"), whole_folder(tmp_path):
         pass
     for used in (tmp_path, tmp_path / "file"):
-        with pytest.raises(UserError, match="exists and is not an empty folder"):
-            check_unused(used)
+        refused("exists and is not an empty folder", check_unused, used)
+    with whole_folder(tmp_path / "new") as folder:
+        (folder / "x").write_text("mine")
+        busy = pytest.raises(UserError, match="is being written by another process")
+        with busy, whole_folder(tmp_path / "new"):
+            pass
+        assert (folder / "x").read_text() == "mine"
+    assert os.listdir(tmp_path / "new") == ["x"]
     assert (tmp_path / "file").read_text() == "mine"
-    assert os.listdir(tmp_path) == ["file"]
+    assert sorted(os.listdir(tmp_path)) == ["file", "new"]
 
 
 def test_arrays_that_would_not_fit_are_not_read(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "a.npz", x=np.zeros(1000))
     assert read_arrays(tmp_path / "a.npz")["x"].size == 1000
     monkeypatch.setattr("ttcd_jax.files._MOST_ARRAY_BYTES", 8000)
-    with pytest.raises(DataError, match=r"8128 bytes of arrays, at most 8000 are read"):
-        read_arrays(tmp_path / "a.npz")
+    words = "8128 bytes of arrays, at most 8000 are read"
+    refused(words, read_arrays, tmp_path / "a.npz", error=DataError)

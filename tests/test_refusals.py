@@ -56,6 +56,8 @@ def rates(rates):
 
 
 NAN, INFINITY = float("nan"), float("inf")
+FOLDING = {"folds_state": True, "resets_at_document": False}
+TARGETS = {"method": "ipttt", "fast_layers": (0,)}
 # The call, its arguments, and what the line must name.
 CASES = [
     (small_attention, {"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads 3|num_heads 4"),
@@ -67,6 +69,8 @@ CASES = [
     (dual_window, {"window": 4, "student_window": 0}, "student_window 0|at least 1"),
     (YarnConfig, {"factor": 0.5, "original_length": 64}, "factor 0.5|at least 1"),
     (YarnConfig, {"factor": 2.0, "original_length": 0}, "original_length 0|at least 1"),
+    (YarnConfig, {"factor": 2.0, "original_length": 8, "slow_turns": 0.0}, "must be"),
+    (YarnConfig, {"factor": 2.0, "original_length": 8, "slow_turns": 64.0}, "must be"),
     (RopeConfig, {"base": 1.0}, "base 1.0|greater than 1"),
     (in_place, {"student_conv_init": "previous", "num_taps": 1}, "num_taps=1|use 2"),
     (in_place, {"half_lives": (8.0,) * 4}, "4 half_lives|6 columns"),
@@ -84,17 +88,16 @@ CASES = [
     (in_place, {"half_lives": (0.0,)}, "half_lives"),
     (in_place, {"half_lives": (64.0,), "renorm_chunks": 4}, "renorm_chunks|set one of them"),
     (in_place, {"decay": "gated"}, "'gated'|set half_lives="),
-    (
-        in_place,
-        {"half_lives": (8.0,), "folds_state": True, "resets_at_document": False},
-        "folds_state|set half_lives=()",
-    ),
+    (in_place, FOLDING | {"half_lives": (8.0,)}, "folds_state|set half_lives=()"),
     (in_place, {"eta": NAN}, "MemoryConfig.eta nan|0 or more, finite"),
+    (in_place, {"eta": -1.0}, "MemoryConfig.eta -1.0|must be"),
+    (in_place, {"zero_slope": -1.0}, "MemoryConfig.zero_slope -1.0|must be"),
     (in_place, {"zero_slope": INFINITY}, "MemoryConfig.zero_slope inf|0 or more, finite"),
     (delta_net, {"chunk_size": 0}, "DeltaRuleConfig.chunk_size 0|at least 1"),
     (delta_net, {"num_taps": 0}, "DeltaRuleConfig.num_taps 0|at least 1"),
     (delta_net, {"value_expansion": 1.3}, "head_dim 4|value_expansion 1.3|5.2"),
     (delta_net, {"value_expansion": 0}, "value_expansion 0|positive and finite"),
+    (DeltaRuleConfig, {"value_expansion": -1.0}, "value_expansion -1.0|must be"),
     (lact, {"attention": {"num_kv_heads": 1}}, "num_kv_heads 1|num_heads 2"),
     (lact, {"attention": {"head_dim": 2}}, "num_heads 2|head_dim 2|dim 8"),
     (lact, {"attention": {"has_qk_norm": True}}, "set memory.has_qk_norm"),
@@ -107,6 +110,9 @@ CASES = [
     (lact, {"hidden_expansion": NAN}, "hidden_expansion nan|positive"),
     (lact, {"hidden_expansion": 0.2}, "hidden_expansion 0.2|fast head of"),
     (model, {"dim": 0}, "dim 0|at least 1"),
+    (model, {"init_std": -0.02}, "init_std -0.02|must be"),
+    (model, {"norm_eps": -1e-6}, "norm_eps -1e-06|must be"),
+    (model, {"qk_norm_eps": -1e-6}, "qk_norm_eps -1e-06|must be"),
     (model, {"num_layers": 0}, "num_layers 0|in 1 .. 10,000"),
     (model, {"num_heads": 3}, "num_heads 3|dim 8|set head_dim"),
     (model, {"num_kv_heads": 3, "num_heads": 4}, "num_kv_heads 3|num_heads 4"),
@@ -124,11 +130,7 @@ CASES = [
     (model, {"fast_layers": (1,)}, "'swa' has no memory|(1,)"),
     (model, {"method": "lact", "fast_layers": (1,)}, "memory in all layers"),
     (model, {"memory": MemoryConfig()}, "'swa'|MemoryConfig|set memory = None"),
-    (
-        model,
-        {"method": "ipttt", "fast_layers": (0,), "memory": MemoryConfig()},
-        "set memory = @TargetMemoryConfig()",
-    ),
+    (model, TARGETS | {"memory": MemoryConfig()}, "set memory = @TargetMemoryConfig()"),
     (model, {"method": "lact", "num_heads": 4, "num_kv_heads": 2}, "num_kv_heads 2|num_heads 4"),
     (model, {"method": "lact", "dim": 6, "num_heads": 1}, "num_fast_heads 4|dim 6"),
     (model, {"method": "deltanet", "memory": DeltaRuleConfig(value_expansion=0.3)}, "whole number"),

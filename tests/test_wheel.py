@@ -1,5 +1,6 @@
 """The wheel: every file of the packages but studies; its commands run outside of the repository."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -25,18 +26,25 @@ COMMANDS = {
     "study": ["--help"],
     "harness": ["--help"],
 }
-# Of examples, which run in this order after the others.
+# Of examples, which run in this order after the others; all of them in one process.
 ARGUMENTS = {
     "train_on_your_iterator": ["trained"],
     "continue_from_checkpoint": ["trained", "grown"],
 }
+RUN = """
+import json, os, runpy, sys
+lines = json.loads(sys.argv[1])
+sys.path.insert(0, os.path.dirname(lines[0][0]))
+for sys.argv in lines:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """The wheel of the files that git knows."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in _tracked(".", "pyproject.toml", "README.md", "LICENSE", *PACKAGES):
+    for name in _tracked("pyproject.toml", "README.md", "LICENSE", *PACKAGES):
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, folder / "source" / name)
     options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(folder)]
@@ -47,13 +55,13 @@ def wheel(tmp_path_factory) -> Path:
 
 
 def _tracked(*paths: str) -> list[str]:
-    line = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *paths[1:]]
-    names = subprocess.run(line, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    line = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *paths]
+    names = subprocess.check_output(line, cwd=ROOT, text=True)
     return [name for name in names.splitlines() if (ROOT / name).is_file()]
 
 
 def test_the_wheel_has_every_file_of_the_packages(wheel):
-    names = {name.removeprefix("kernels/") for name in _tracked(".", *PACKAGES)}
+    names = {name.removeprefix("kernels/") for name in _tracked(*PACKAGES)}
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     names = {name for name in names if not name.startswith("experiments/studies/")}
@@ -70,14 +78,15 @@ def installed(wheel, tmp_path_factory):
     (folder / "sweep" / "records").mkdir(parents=True)
     for number in range(30):
         (folder / "text" / f"{number}.txt").write_text(f"Sentence {number} of a text.\n" * 20)
-    packages = os.pathsep.join([str(folder / "packages"), *_without_repository()])
+    # Without `site` no file of the installed packages adds the repository.
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    packages = os.pathsep.join([str(folder / "packages"), *others])
 
     def run(*arguments: str, status: int = 0) -> str:
         line = [sys.executable, "-S", *arguments]
+        options = {"cwd": folder, "capture_output": True, "text": True, "timeout": 280}
         environment = cpu_environment(PYTHONPATH=packages, PYTHONNOUSERSITE="1")
-        done = subprocess.run(
-            line, cwd=folder, env=environment, capture_output=True, text=True, timeout=280
-        )
+        done = subprocess.run(line, env=environment, **options)
         assert done.returncode == status, done.stderr[-3000:]
         assert str(ROOT / "ttcd_jax") not in done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -85,17 +94,9 @@ def installed(wheel, tmp_path_factory):
     return run
 
 
-def _without_repository() -> list[str]:
-    """The folders of installed packages. Without `site` no file of theirs adds the repository."""
-    return [path for path in sys.path if path.endswith("site-packages")]
-
-
-def test_it_is_the_wheel_that_runs(installed):
+def test_commands_run_from_the_wheel(installed):
     place = installed("-c", "import ttcd_jax, ttcd_kernels, experiments; print(ttcd_jax.__file__)")
     assert "packages/ttcd_jax" in place
-
-
-def test_commands_run_from_the_wheel(installed):
     for command, arguments in COMMANDS.items():
         installed("-m", f"experiments.{command}", *arguments)
     report = "experiments.report", "--run_dir=sweep"
@@ -103,9 +104,7 @@ def test_commands_run_from_the_wheel(installed):
 
 
 def test_examples_run_from_the_wheel(installed):
-    examples = sorted(
-        (ROOT / "examples").glob("*.py"),
-        key=lambda x: [*ARGUMENTS].index(x.stem) + 1 if x.stem in ARGUMENTS else 0,
-    )
-    for example in examples:
-        installed(str(example), *ARGUMENTS.get(example.stem, ()))
+    folder = ROOT / "examples"
+    names = [x.stem for x in sorted(folder.glob("*.py")) if x.stem not in ARGUMENTS] + [*ARGUMENTS]
+    lines = [[f"{folder / name}.py", *ARGUMENTS.get(name, ())] for name in names]
+    installed("-c", RUN, json.dumps(lines))

@@ -56,11 +56,15 @@ def wait_for_step(run_dir: Path, step: int, *processes: Popen) -> None:
     wait_until(lambda: any(done >= step for done, *_ in losses(run_dir)), *processes)
 
 
-def save_text_model(run_dir: Path, model: TransformerConfig) -> None:
-    """A run directory of a model of bytes with random parameters at step 7, as if imported."""
+def save_text_model(
+    run_dir: Path, model: TransformerConfig, change: Callable[[dict], None] = lambda params: None
+) -> None:
+    """A run directory of a model of bytes with random parameters, which `change` edits, at step 7,
+    as if imported."""
     directory = RunDirectory(run_dir)
     directory.path.mkdir(parents=True)
     params = nnx.to_pure_dict(nnx.state(Transformer(model, rngs=nnx.Rngs(0)), nnx.Param))
+    change(params)
     with contextlib.closing(Checkpoints(directory.checkpoints, model=model)) as checkpoints:
         checkpoints.save(7, {"params": params})
     data = {"type": IMPORTED, "seq_len": 32, "tokenizer": TokenizerConfig().to_dict()}

@@ -59,50 +59,35 @@ def _describe(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint)
 
 
-def _items(value: tuple[Any, ...], hint: Any) -> tuple[Any, ...]:
-    """The hints of the entries of a tuple."""
-    args = get_args(hint)
-    return args[:1] * len(value) if args[-1] is ... else args
-
-
-def _matches(value: Any, hint: Any) -> bool:
+def _problem(value: Any, hint: Any) -> str | None:
+    """None for an allowed value, the empty string for one of another type than `hint`, and
+    `"must be ..."` with the first bound in `hint` that it violates."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _matches(value, args[0])
+        if (problem := _problem(value, args[0])) == "":
+            return problem
+        bounds = (x for x in hint.__metadata__ if isinstance(x, Bound) and not x.allows(value))
+        return next((f"must be {bound.wording}" for bound in bounds), problem)
     if origin is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in args)
+        return None if any(value == x and type(value) is type(x) for x in args) else ""
     if origin in (Union, types.UnionType):
-        return any(_matches(value, option) for option in args)
-    if origin is tuple:
-        items = _items(value, hint) if isinstance(value, tuple) else None
-        return items is not None and len(items) == len(value) and all(map(_matches, value, items))
-    if hint is float:
-        return isinstance(value, float | int) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _refusal(value: Any, hint: Any) -> str | None:
-    """`"must be ..."` for the first bound in `hint` that `value`, of the right type, violates."""
-    origin, args = get_origin(hint), get_args(hint)
-    if hint in (int, float):
-        if isinstance(value, float):
-            return None if math.isfinite(value) else "must be finite"
-        return None if abs(value) < 2**63 else "must be below 2^63"
-    if origin is Annotated:
-        for bound in hint.__metadata__:
-            if isinstance(bound, Bound) and not bound.allows(value):
-                return f"must be {bound.wording}"
-        return _refusal(value, args[0])
-    if origin in (Union, types.UnionType):
-        refusal = _refusal(value, next(option for option in args if _matches(value, option)))
+        problems = [_problem(value, option) for option in args]
+        refusal = None if None in problems else next(filter(None, problems), "")
         return refusal and refusal + ", or None" * (types.NoneType in args)
     if origin is tuple:
-        refusals = map(_refusal, value, _items(value, hint))
-        refusal = next(filter(None, refusals), None)
+        items = args[:1] * len(value) if args[-1] is ... and isinstance(value, tuple) else args
+        if not isinstance(value, tuple) or len(items) != len(value):
+            return ""
+        problems = [_problem(x, item) for x, item in zip(value, items, strict=True)]
+        refusal = "" if "" in problems else next(filter(None, problems), None)
         return refusal and re.sub("^must (each )?", "must each ", refusal)
-    return None
+    if hint not in (int, float):
+        return None if isinstance(value, hint) else ""
+    if isinstance(value, bool) or not isinstance(value, int | hint):
+        return ""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else "must be finite"
+    return None if abs(value) < 2**63 else "must be below 2^63"
 
 
 # `Path` makes one slash of two.
@@ -167,15 +152,15 @@ class Config:
             if isinstance(value, list | tuple):
                 value = _tuples(value)
                 object.__setattr__(self, field.name, value)
-            if not _matches(value, hint):
+            if (problem := _problem(value, hint)) == "":
                 raise UserError(
                     f"{name} must be {_describe(hint)}, got {value!r} ({type(value).__name__})"
                 )
             for text in value if isinstance(value, tuple) else (value,):
                 if isinstance(text, str):
                     check_text(name, text)
-            if refusal := _refusal(value, hint):
-                raise UserError(f"{name} {value} {refusal}")
+            if problem:
+                raise UserError(f"{name} {value} {problem}")
         self.validate()
 
     @classmethod
@@ -207,10 +192,7 @@ class Config:
         if not isinstance(source, dict):
             raise UserError(f"{cls.__name__} is a {type(source).__name__}, not an object of fields")
         hints = typing.get_type_hints(cls)
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        absent = (fields[name] for name in fields if name not in source)
-        none = dataclasses.MISSING
-        if missing := [x.name for x in absent if x.default is x.default_factory is none]:
+        if missing := [name for name in required_fields(cls) if name not in source]:
             raise UserError(f"{cls.__name__} lacks {', '.join(missing)}")
         return cls(**{x: _revive(source[x], hints.get(x)) for x in source if x != "type"})
 
@@ -226,12 +208,18 @@ def read_fields[T](kind: type[T], found: Any) -> T:
     except TypeError as error:
         raise ValueError(str(error)) from error
     for name, hint in hints.items():
-        if not _matches(value := getattr(values, name), hint):
+        if _problem(value := getattr(values, name), hint) == "":
             raise ValueError(f"{kind.__name__}.{name} must be {_describe(hint)}, got {value!r}")
     return values
 
 
 _field_hints = functools.cache(typing.get_type_hints)
+
+
+def required_fields(config: type[Config]) -> list[str]:
+    """The names of the fields without a default."""
+    fields = dataclasses.fields(config)
+    return [x.name for x in fields if x.default is x.default_factory is dataclasses.MISSING]
 
 
 def config_classes(hint: Any) -> list[type[Config]]:

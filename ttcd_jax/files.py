@@ -22,7 +22,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import numpy as np
 from absl import logging
@@ -71,10 +71,9 @@ def whole_folder(path: Path, keeps: Callable[[Path], object] = lambda _: False) 
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     with whole_file(path) as unfinished:
-        unfinished.write_bytes(
-            content.encode(errors="backslashreplace") if isinstance(content, str) else content
-        )
+        unfinished.write_bytes(data)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -147,19 +146,16 @@ def _locked(folder: Path) -> Iterator[None]:
     """Makes the folder and locks it, for as long as this process lives."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        lock(descriptor)
-        if not os.path.samestat(os.fstat(descriptor), folder.stat()):
-            raise FileNotFoundError  # its owner renamed or removed it just now
-    except (BlockingIOError, FileNotFoundError) as error:
-        os.close(descriptor)
-        raise UserError(
-            f"{folder} is being written by another process: wait for its end"
-        ) from error
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, descriptor)
+        try:
+            lock(descriptor)
+            if not os.path.samestat(os.fstat(descriptor), folder.stat()):
+                raise FileNotFoundError  # its owner renamed or removed it just now
+        except (BlockingIOError, FileNotFoundError) as error:
+            text = f"{folder} is being written by another process: wait for its end"
+            raise UserError(text) from error
         yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -289,7 +285,7 @@ def parse_json(data: bytes, path: Path, kind: type = dict) -> Any:
     try:
         if sum(map(data.count, (b"{", b"[", b","))) > _MOST_VALUES:
             raise ValueError(f"more than {_MOST_VALUES:,} values")
-        hooks = {"parse_constant": _refuse, "parse_int": _integer, "parse_float": _float}
+        hooks: Any = dict.fromkeys(("parse_constant", "parse_int", "parse_float"), _number)
         value = json.loads(decoded(data), object_pairs_hook=_unique, **hooks)
         if _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()
@@ -304,21 +300,16 @@ def parse_json(data: bytes, path: Path, kind: type = dict) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in result:
-            raise ValueError(f"the name {name!r} is there twice")
-        result[name] = value
+    names = [name for name, _ in pairs]
+    if len(result := dict(pairs)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {twice!r} is there twice")
     return result
 
 
-def _integer(text: str) -> int:
-    return int(text) if math.isfinite(float(text)) else _refuse(f"an integer of {len(text)} digits")
-
-
-def _float(text: str) -> float:
-    return value if math.isfinite(value := float(text)) else _refuse(text)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a JSON number")
+def _number(text: str) -> int | float:
+    is_integer = text.lstrip("-").isdecimal()
+    if not math.isfinite(value := float(text)):
+        text = f"an integer of {len(text)} digits" if is_integer else text
+        raise ValueError(f"{text} is not a JSON number")
+    return int(text) if is_integer else value

@@ -15,6 +15,7 @@ from typing import Any
 from ttcd_jax.config import Config, closest
 from ttcd_jax.errors import UserError
 
+OF_YOUR_OWN = "(one of your own: --import=its.module)"
 IMPORTED_MODULES: list[str] = []  # by `import_modules`, stored in the runs of this process
 
 
@@ -29,9 +30,12 @@ class Registry[T](dict[str, T]):
         self.kind, self.config = kind, config
 
     def add[E](self, entry: E, name: str = "") -> E:
-        """Registers an entry under `name`, or its own. Raises `UserError` for a name, or a name of
-        a configuration class, that is taken."""
-        name, new = name or entry.name, self.config(entry)  # pyright: ignore
+        """Registers an entry under `name`, or its own. Raises `UserError` for no name, and for a
+        name, or a name of a configuration class, that is taken."""
+        if not (name := name or getattr(entry, "name", "")) or not isinstance(name, str):
+            call = f"register({entry!r}, {name!r})"
+            raise UserError(f"{call}: give the {self.kind} and its name (docs/extending.md)")
+        new = self.config(entry)
         if self.setdefault(name, entry) is not entry:  # pyright: ignore
             raise UserError(f"two {self.kind}s are called {name!r}: rename one of them")
         if new and any(x is not new and x.__name__ == new.__name__ for x in self.classes()):
@@ -43,9 +47,7 @@ class Registry[T](dict[str, T]):
         """Raises `UserError` with the nearest name there is."""
         if name not in self:
             near = closest(name, [*self]) or f"; there are {', '.join(self)}"
-            raise UserError(
-                f"no {self.kind} is called {name!r}{near} (one of your own: --import=its.module)"
-            )
+            raise UserError(f"no {self.kind} is called {name!r}{near} {OF_YOUR_OWN}")
         return self[name]
 
     def classes(self) -> list[type[Config]]:

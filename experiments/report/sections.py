@@ -84,23 +84,20 @@ def run_rows(runs: Sequence[Run]) -> list[Row]:
     for run in runs:
         directory = RunDirectory(run.path)
         config, model = directory.read_config(), model_config(directory)
+        environment = run.path / "environment.json"
+        devices = read_json(environment).get("devices") if environment.exists() else None
+        devices = sorted({*map(str, devices)}) if isinstance(devices, list) else []
         row = {
             "run": run.label,
             "method": method_named(model.method).label,
             "parameters": num_params(model),
             "steps": max((x["step"] for x in run.metrics), default=config.get("steps")),
             "tokens per row": config.get("data", {}).get("seq_len"),
-            "device": _devices(run),
+            "device": ", ".join(devices),
             "directory": str(run.path),
         }
         rows.append(row)
     return rows
-
-
-def _devices(run: Run) -> str:
-    path = run.path / "environment.json"
-    devices = read_json(path).get("devices") if path.exists() else None
-    return ", ".join(sorted({*map(str, devices)})) if isinstance(devices, list) else ""
 
 
 def training_sections(runs: Sequence[Run], output: Path) -> list[Section]:
@@ -108,21 +105,19 @@ def training_sections(runs: Sequence[Run], output: Path) -> list[Section]:
     weights: a curve by step, and the last value."""
     sections = []
     for name, (title, y_label) in _CURVES.items():
-        numbers = {run.label: found for run in runs if (found := run.numbers(name))}
-        if not numbers:
-            continue
-        table = []
+        table, lines = [], {}
         for run in runs:
-            if found := numbers.get(run.label):
+            if found := run.numbers(name):
+                lines[run.label] = [*found], [*found.values()]
                 row = {"run": run.label, "step": max(found), y_label: found[max(found)]}
                 if name == "loss":
                     speeds = [x for x in run.numbers("tokens_per_second").values() if x]
                     row["tokens/s (median)"] = statistics.median(speeds) if speeds else None
                 table.append(row)
-        path = output / ("training.png" if name == "loss" else f"{name}.png")
-        lines = {label: ([*found], [*found.values()]) for label, found in numbers.items()}
-        plot_lines(path, title=title, x_label="step", y_label=y_label, series=lines)
-        sections.append(Section(title, table, [Picture(path.absolute(), f"{title}, by step.")]))
+        if table:
+            path = output / ("training.png" if name == "loss" else f"{name}.png")
+            plot_lines(path, title=title, x_label="step", y_label=y_label, series=lines)
+            sections.append(Section(title, table, [Picture(path.absolute(), f"{title}, by step.")]))
     return sections
 
 
@@ -131,8 +126,7 @@ def _sweeps(sweeps: Sequence[Path], output: Path) -> list[Section]:
         return []
     if find_spec("experiments.studies") is None:
         raise UserError(f"{sweeps[0]} is a MAD sweep: only a checkout shows it, not the wheel")
-    from experiments.studies.mad.records import gather
-    from experiments.studies.mad.report import sweep_section
+    from experiments.studies.mad.records import gather, sweep_section
 
     return [sweep_section(gather(sweeps), output / "mad.png")]
 

@@ -23,8 +23,7 @@ flags.DEFINE_multi_string("only", [], "Train and evaluate only this recipe; repe
 
 
 def main(argv: list[str]) -> None:
-    from experiments.study.page import write_study
-    from experiments.study.runs import StudyConfig, compute, held_out_texts
+    from experiments.study.runs import StudyConfig, compute, held_out_texts, write_study
     from ttcd_jax.run.bindings import load_config, reachable_classes
     from ttcd_jax.run.directory import RunDirectory
 

@@ -1,7 +1,10 @@
-"""The runs of a study: their training, in a process each, and their evaluations."""
+"""The runs of a study, their training, in a process each, and their evaluations; its tables and
+its page."""
 
 import dataclasses
 import itertools
+import operator
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,19 +13,28 @@ from typing import Annotated, Any
 
 import numpy as np
 from absl import logging
+from ttcd_kernels.table import Row, format_table
 
 from experiments import cli
+from experiments.report.sections import Run, run_rows, training_sections
 from ttcd_jax.config import DISTINCT, Config, NonNegative, Positive
 from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import read_json, write_json, write_whole
-from ttcd_jax.measure.results import FILE, evaluate, folder_name
-from ttcd_jax.measure.task import Subject, Task, digest
+from ttcd_jax.measure import by_document
+from ttcd_jax.measure.by_document import Curves, DocumentTask, differences
+from ttcd_jax.measure.page import Section, write_page
+from ttcd_jax.measure.pictures import Picture, coloured_by_run
+from ttcd_jax.measure.results import FILE, check_comparable, evaluate, folder_name, read_results
+from ttcd_jax.measure.task import MEMORY_OFF, MEMORY_ON, Series, Subject, Task, digest
 from ttcd_jax.registry import IMPORTED_MODULES
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import RunDirectory, load_run
+from ttcd_jax.units import printable
+
+type Measured = dict[str, dict[int, Series[Any]]]  # by recipe and seed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +55,7 @@ class StudyConfig(Config):
 
     def validate(self) -> None:
         names = [PurePath(file).stem for file in (*self.recipes, *self.once)]
-        if len(set(names)) < len(names):
+        if len(self.files()) < len(names):
             raise UserError(f"two recipes of the study have one name: {', '.join(names)}")
 
     def files(self) -> dict[str, str]:
@@ -87,16 +99,16 @@ def held_out_texts(config: StudyConfig, params: Sequence[str], path: Path) -> di
         if data is not None and run.data != data:
             raise UserError(f"the recipes of a study have one data configuration, {file} another")
         data = run.data
-    parts = data.parts if isinstance(data, MixtureConfig) else (data,)
-    texts = {}
-    for part in parts:
+    texts, size = {}, config.piece_bytes
+    for part in data.parts if isinstance(data, MixtureConfig) else (data,):
         if not isinstance(part, TextConfig):
             raise UserError(f"a study is evaluated on text, not on {type(part).__name__}")
         name = "stdlib" if part.corpus.path is None else Path(part.corpus.path).name
-        size, pieces = config.piece_bytes, []
-        for document in load_documents(part.corpus, "validation"):
-            starts = range(0, len(document.text) - size + 1, size)
-            pieces += [document.text[start : start + size] for start in starts]
+        pieces = [
+            document.text[start : start + size]
+            for document in load_documents(part.corpus, "validation")
+            for start in range(0, len(document.text) - size + 1, size)
+        ]
         if not pieces:
             raise UserError(
                 f"no held-out document of {name} has {size} bytes: lower StudyConfig.piece_bytes"
@@ -129,11 +141,13 @@ def compute(
     if (directory := RunDirectory(folder)).is_claimed:
         wanted = load_config(RunConfig, file, params, config_dir=cli.CONFIG_DIR)
         accepted_changes(folder, directory.read_config(), wanted.to_dict(), None)
-    missing = [
-        (task, text)
-        for task, text in itertools.product(config.evaluations, texts)
-        if not _is_done(task, results_file(folder, task, name, text), texts[text])
-    ]
+    missing = []
+    for task, text in itertools.product(config.evaluations, texts):
+        task = task.replace(text=str(texts[text]))
+        results = results_file(folder, task, name, text)
+        found: Any = read_json(results) if results.exists() else {}
+        if found.get("options") != task.to_dict():
+            missing.append((task, text))
     if config.evaluations and not missing:
         return
     logging.info("study: %s, seed %d", name, seed)
@@ -146,14 +160,105 @@ def compute(
     run, data = load_run(folder), directory.read_part("data")
     for task, text in missing:
         subject = Subject(run.model, run.tokenizer, data, folder, f"{name}, {text}")
-        evaluate(_on(task, texts[text]), subject, run.step).write()
+        evaluate(task, subject, run.step).write()
 
 
-def _on(task: Task, text: Path) -> Task:
-    return task.replace(text=str(text))
+def write_study(config: StudyConfig, texts: dict[str, Path], path: Path) -> None:
+    """Prints the tables of all runs that were evaluated, and writes them with pictures into
+    `index.html`, and alone into `tables.txt`."""
+    folders = {f"{name}, seed {seed}": run_dir(path, name, seed) for name, seed in config.chosen()}
+    runs = [run for run in map(Run.read, folders, folders.values()) if run.metrics]
+    sections = []
+    with coloured_by_run([*config.files()]) as colours:
+        for text, task in itertools.product(texts, config.evaluations):
+            if measured := _measured(config, task, text, path):
+                sections += _sections(task, text, measured, path / "pictures" / text)
+        sections += training_sections(runs, path / "pictures")
+    rows = run_rows(runs)
+    tables = [("Runs", rows), *((section.title, section.table) for section in sections)]
+    tables = "\n".join(f"{title}\n{format_table(table)}\n" for title, table in tables)
+    write_whole(path / "tables.txt", tables)
+    title = f"Study: {', '.join(config.files())}"
+    write_page(path / "index.html", title=title, runs=rows, colours=colours, sections=sections)
+    print(tables)
+    if (path / "index.html").exists():
+        print(printable(f"page {path / 'index.html'}"))
 
 
-def _is_done(task: Task, file: Path, text: Path) -> bool:
-    """Whether these results are of the same options."""
-    options: Any = read_json(file).get("options") if file.exists() else None
-    return options == _on(task, text).to_dict()
+def _measured(config: StudyConfig, task: Task, text: str, path: Path) -> Measured:
+    found: Measured = {}
+    results = []
+    for name, seed in config.chosen():
+        file = results_file(run_dir(path, name, seed), task, name, text)
+        if file.exists():
+            results.append(read_results(file).renamed(f"{name}, {text}", name))
+            found.setdefault(name, {})[seed] = results[-1].series
+    if results:
+        check_comparable(results)
+    return found
+
+
+def _sections(task: Task, text: str, measured: Measured, output: Path) -> list[Section]:
+    """The means of all seeds, with their differences from the base; every seed."""
+    title, kind = f"{task.title} ({text})", type(task)
+    united: Series[Any] = {}
+    for seeds in measured.values():
+        for label in next(iter(seeds.values())):
+            united[label] = [record for series in seeds.values() for record in series[label]]
+    if not isinstance(task, DocumentTask):
+        return [Section(title, kind.table(united), _pictures(kind, united, output))]
+    assert issubclass(kind, DocumentTask)
+    base, by_key = next(iter(measured)), operator.attrgetter(kind.key)
+    shown = {x.removesuffix(f", {MEMORY_ON}"): y for x, y in united.items() if MEMORY_OFF not in x}
+    pairs = {
+        name: (records, _of_seeds(measured[base], measured[name]))
+        for name, records in shown.items()
+        if name != base
+    }
+    means, _ = by_document.means_of(united, by_key)
+    table = _rows({label: (x, kind.shown(y)) for label, (x, y) in means.items()})
+    found = [Section(f"{title}: {kind.value}", table, _pictures(kind, shown, output))]
+    if pairs:
+        curves = {label: differences(*pair, kind.x) for label, pair in pairs.items()}
+        picture = (output / f"{kind.name}_from_{base}.png").absolute()
+        names = f"{title} - {base}", kind.x_label, "nats per token"
+        by_document.draw_curves(picture, *names, curves)
+        sentence = f"Below 0 a recipe is better than {base} on the same tokens, mean of its seeds."
+        table = _rows({label: differences(*pair, by_key) for label, pair in pairs.items()})
+        name = f"{title}: nats per token, less {base}"
+        found.append(Section(name, table, [Picture(picture, sentence)]))
+    return [*found, Section(f"{title}: every seed, all tokens", _by_seed(measured), ())]
+
+
+def _pictures(kind: type[Task], series: Series[Any], output: Path) -> list[Picture]:
+    pictures = kind.pictures(output, series, None)
+    return [x._replace(path=(output / x.path).absolute()) for x in pictures]
+
+
+def _rows(curves: Curves) -> list[Row]:
+    return [
+        {"recipe": label} | {str(name): cell for name, cell in by_document.cells(*curve).items()}
+        for label, curve in curves.items()
+    ]
+
+
+def _of_seeds(base: dict[int, Series[Any]], seeds: dict[int, Series[Any]]) -> list[Any]:
+    """The records of the base, of the same seeds as another recipe's."""
+    (label,) = {label for series in base.values() for label in series if MEMORY_OFF not in label}
+    return [record for seed in seeds if seed in base for record in base[seed][label]]
+
+
+def _by_seed(measured: Measured) -> list[Row]:
+    """Nats per token over all records, by recipe and seed, and their standard deviation."""
+    rows = []
+    for seeds in measured.values():
+        for label in next(iter(seeds.values())):
+            means = {}
+            for seed, series in seeds.items():
+                counted = [x for x in series[label] if x.document is not None]
+                nll = sum(x.nll for x in counted)
+                means[f"seed {seed}"] = nll / sum(x.tokens for x in counted)
+            spread = statistics.stdev(means.values()) if len(means) > 1 else None
+            mean = statistics.mean(means.values())
+            rows.append({"recipe": label} | means | {"mean": mean, "deviation": spread})
+    return rows

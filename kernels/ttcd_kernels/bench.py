@@ -10,33 +10,23 @@ time of the least arithmetic or the least memory traffic, whichever is longer, a
 measured ceilings. `tiny` takes a minute or two, `cpu` a few more on two cores, `paper` needs a GPU.
 """
 
-import argparse
-import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from ttcd_kernels import launch, measure, parity, verified
-from ttcd_kernels.cases import Store
-from ttcd_kernels.decode import bench as decode
-from ttcd_kernels.dual_window import bench as dual_window
+from ttcd_kernels import cases, measure, parity
+from ttcd_kernels.cases import OPS
 from ttcd_kernels.measure import MIB, MILLISECOND, TERA, Row, over
 from ttcd_kernels.parity import BASELINE
 from ttcd_kernels.table import format_table, write_json
 
-OPS: dict[str, Any] = {"dual_window": dual_window, "decode": decode}
-SETS = ("tiny", "cpu", "paper")
-
 
 def main(arguments: list[str] | None = None) -> None:
     about = "Parity, time and device memory of the kernels and their peers."
-    parser = parser_of("bench", about, list(OPS), "tiny")
+    parser = cases.parser_of("bench", about, shapes="tiny")
     parser.add_argument("--implementation", nargs="+", default=[], help="default: all")
     parser.add_argument("--times_only", action="store_true", help="without the comparison")
-    options = parsed(parser, arguments)
-    names = options.implementation
-    launch.check_devices()
-    report: dict[str, Any] = {"environment": environment()}
+    options = cases.parsed(parser, arguments)
+    names, report = options.implementation, {"environment": cases.environment()}
     ceilings = measure.ceilings()
     flops, rate = (value / TERA for value in ceilings)
     print(f"ceilings of this device: {flops:.3g} Tflop/s, {rate:.3g} TB/s", flush=True)
@@ -44,11 +34,11 @@ def main(arguments: list[str] | None = None) -> None:
     report |= {"ceilings": ceilings._asdict(), "ops": ops}
     for name in options.op:
         shapes = () if options.times_only else OPS[name].SHAPES["parity"]
-        compared = [x for case in shapes for x in parity.compare(OPS[name], case, names or None)]
+        compared = [x for case in shapes for x in parity.compare(OPS[name], case, names)]
         if compared:
             print(f"\n{name}\n{format_table(compared)}", flush=True)
         ops[name] = {"parity": compared, "shapes": [], "rows": []}
-    for name, case in cases(options):
+    for name, case in cases.cases(options):
         rows = measured(OPS[name], case, ceilings, names)
         if rows:
             print(f"\n{format_table(rows)}", flush=True)
@@ -66,65 +56,6 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"failed: {', '.join(failed)}; the notes above say why")
     if not any(found["rows"] for found in ops.values()):
         raise SystemExit(f"nothing to time: no implementation {', '.join(names)} here")
-
-
-def parser_of(
-    command: str, about: str, ops: list[str], shapes: str | None = None
-) -> argparse.ArgumentParser:
-    """The options that commands share; `ops` and `shapes` are their defaults."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m ttcd_kernels.{command}", description=about, allow_abbrev=False
-    )
-    parser.add_argument("--op", choices=OPS, nargs="+", default=ops, help="kernels of these ops")
-    parser.add_argument("--json", type=Path, help="file for the report, written as it grows")
-    if shapes is not None:
-        parser.add_argument("--shapes", choices=SETS, default=shapes, help="set of shapes")
-        parser.add_argument("--case", nargs="+", default=[], help="names in the set; default: all")
-    return parser
-
-
-def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    options = parser.parse_args(arguments)
-    if "shapes" in options:
-        known = [case.name for op in options.op for case in OPS[op].SHAPES[options.shapes]]
-        for name in options.case:
-            if name not in known:
-                parser.error(f"--case: no {name!r} in {options.shapes}; it has {', '.join(known)}")
-    if options.json is not None and not options.json.parent.is_dir():
-        parser.error(f"--json: no folder {options.json.parent}; create it first")
-    return options
-
-
-def cases(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    for op in options.op:
-        for case in OPS[op].SHAPES[options.shapes]:
-            if not options.case or case.name in options.case:
-                yield op, case
-
-
-def environment() -> dict[str, Any]:
-    """The device, versions and commit (`measure.environment`), also printed."""
-    found = measure.environment()
-    print(" ".join(f"{key}={value}" for key, value in found.items()), flush=True)
-    return found
-
-
-def no_gpu() -> str | None:
-    """The reason why kernels cannot run here in processes that share a GPU; None if they can."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    launch.check_devices()
-    return launch.unavailable()
-
-
-def store(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, case: type, **head: Any
-) -> Store:
-    """The rows of --json, of this machine and source."""
-    head |= {"environment": environment(), "source": verified.source()}
-    try:
-        return Store(options.json, case, head)
-    except ValueError as error:
-        parser.error(f"--json: {error}; name another file")
 
 
 def measured(

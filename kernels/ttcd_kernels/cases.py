@@ -1,8 +1,9 @@
-"""Cases of a measurement: their rows in a file, computed each in a process of its own.
+"""What `bench`, `check` and `tune` share: cases by command line, and rows in a file, computed each
+in a process of its own.
 
-A case is a NamedTuple of texts; its row has the fields of the case and what was measured. A command
-that was interrupted goes on from its file: the row of a case that is there is not computed again,
-that of one which was lost with its process if the command wants it.
+A job of such a process is a NamedTuple of texts; its row has the fields of the job and what was
+measured. A command that was interrupted goes on from its file: the row of a job that is there is
+not computed again, that of one which was lost with its process if the command wants it.
 """
 
 import concurrent.futures
@@ -10,43 +11,98 @@ import json
 import os
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ttcd_kernels import launch, measure, verified
+from ttcd_kernels.decode import bench as decode
+from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.measure import FAILED, Row
 from ttcd_kernels.table import write_json
 
+OPS: dict[str, Any] = {"dual_window": dual_window, "decode": decode}
 _LOST = f"{FAILED}no result "
 
 
-class Store(dict[tuple[Any, ...], Row]):
-    """The rows of a file of JSON, {**head, "rows": [...]}, by case; `head` says what they are
-    measured on. Without a file they are kept in this process."""
+def parser_of(
+    command: str, about: str, ops: Sequence[str] = tuple(OPS), shapes: str | None = None
+) -> ArgumentParser:
+    """The options that commands share; `ops` and `shapes` are their defaults."""
+    parser = ArgumentParser(
+        prog=f"python -m ttcd_kernels.{command}", description=about, allow_abbrev=False
+    )
+    parser.add_argument("--op", choices=OPS, nargs="+", default=[*ops], help="kernels of these ops")
+    parser.add_argument("--json", type=Path, help="file for the report, written as it grows")
+    if shapes is not None:
+        sets = ("tiny", "cpu", "paper")
+        parser.add_argument("--shapes", choices=sets, default=shapes, help="set of shapes")
+        parser.add_argument("--case", nargs="+", default=[], help="names in the set; default: all")
+    return parser
 
-    def __init__(self, file: Path | None, case: type[NamedTuple], head: Row) -> None:
-        """Raises `ValueError` for a file that is damaged, or of another head; clocks and commit of
-        its environment may differ."""
+
+def parsed(parser: ArgumentParser, arguments: list[str] | None) -> Namespace:
+    """The options, where JAX finds a device; processes that a command starts share a GPU."""
+    options = parser.parse_args(arguments)
+    if "shapes" in options:
+        known = [case.name for op in options.op for case in OPS[op].SHAPES[options.shapes]]
+        for name in options.case:
+            if name not in known:
+                parser.error(f"--case: no {name!r} in {options.shapes}; it has {', '.join(known)}")
+    if options.json is not None and not options.json.parent.is_dir():
+        parser.error(f"--json: no folder {options.json.parent}; create it first")
+    if "job" in options:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    launch.check_devices()
+    return options
+
+
+def cases(options: Namespace) -> Iterator[tuple[str, Any]]:
+    for op in options.op:
+        for case in OPS[op].SHAPES[options.shapes]:
+            if not options.case or case.name in options.case:
+                yield op, case
+
+
+def environment() -> dict[str, Any]:
+    """The device, versions and commit (`measure.environment`), also printed."""
+    found = measure.environment()
+    print(" ".join(f"{key}={value}" for key, value in found.items()), flush=True)
+    return found
+
+
+class Store(dict[tuple[Any, ...], Row]):
+    """The rows of a file of JSON, {**head, "rows": [...]}, by job; the head says on which machine
+    and by which source they are measured. Without a file they are kept in this process."""
+
+    def __init__(
+        self, parser: ArgumentParser, options: Namespace, job: type[NamedTuple], **head: Any
+    ) -> None:
+        """Ends the command if the file of --json is damaged, or of another head; clocks and commit
+        of its environment may differ."""
         super().__init__()
-        self._file, self._head, self._fields = file, head, case._fields
-        if file is None or not file.exists():
+        head |= {"environment": environment(), "source": verified.source()}
+        self._file, self._head, self._fields = options.json, head, job._fields
+        if self._file is None or not self._file.exists():
             return
         try:
-            earlier = json.loads(file.read_text())
+            earlier = json.loads(self._file.read_text())
             self.update((self._key(row), row) for row in earlier.pop("rows"))
             is_same = _origin(earlier) == _origin(head)
+            wrong = "" if is_same else "is of another machine, version or source"
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file} is no report of this command ({error!r})") from error
-        if not is_same:
-            raise ValueError(f"{file} is of another machine, version or source")
+            wrong = f"is no report of this command ({error!r})"
+        if wrong:
+            parser.error(f"--json: {self._file} {wrong}; name another file")
 
-    def left(self, cases: Sequence[Any], *, has_lost: bool = False) -> list[Any]:
-        """The cases without a row, and at the end, if wanted, those that were lost."""
-        lost = [x for x in cases if self.get(x, {}).get("note", "").startswith(_LOST)]
-        return [*(x for x in cases if x not in self), *(lost if has_lost else ())]
+    def left(self, jobs: Sequence[Any], *, has_lost: bool = False) -> list[Any]:
+        """The jobs without a row, and at the end, if wanted, those that were lost."""
+        lost = [x for x in jobs if self.get(x, {}).get("note", "").startswith(_LOST)]
+        return [*(x for x in jobs if x not in self), *(lost if has_lost else ())]
 
     def add(self, row: Row) -> None:
-        """Adds a row, or replaces that of its case, and writes the file."""
+        """Adds a row, or replaces that of its job, and writes the file."""
         self[self._key(row)] = row
         write_json({**self._head, "rows": [*self.values()]}, self._file)
 
@@ -59,33 +115,33 @@ def _origin(head: Row) -> Row:
 
 
 def in_processes(
-    program: Sequence[str], cases: Sequence[NamedTuple], seconds: float, at_most: int | None = None
+    program: Sequence[str], jobs: Sequence[NamedTuple], seconds: float, at_most: int | None = None
 ) -> Iterator[Row]:
-    """The row of every case as it ends, in a process each: as many at a time as there are cores, or
+    """The row of every job as it ends, in a process each: as many at a time as there are cores, or
     at most so many."""
     cores = os.cpu_count() or 1
     pool = concurrent.futures.ThreadPoolExecutor(min(cores, at_most or cores))
     try:
-        futures = [pool.submit(in_process, program, case, seconds) for case in cases]
+        futures = [pool.submit(in_process, program, job, seconds) for job in jobs]
         for future in concurrent.futures.as_completed(futures):
             yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def in_process(program: Sequence[str], case: NamedTuple, seconds: float) -> Row:
+def in_process(program: Sequence[str], job: NamedTuple, seconds: float) -> Row:
     """The row that `python PROGRAM --job FIELD ...` prints last; one with a note if it crashes, or
     gives no result in so many seconds."""
-    command = [sys.executable, *program, "--job", *case]
+    command = [sys.executable, *program, "--job", *job]
     env = os.environ | {"JAX_TRACEBACK_FILTERING": "off"}  # the last line is the error's
     try:
         process = subprocess.run(
             command, capture_output=True, text=True, timeout=seconds, env=env, check=False
         )
     except subprocess.TimeoutExpired:
-        return case._asdict() | {"note": f"{_LOST}after {seconds:g} seconds"}
+        return job._asdict() | {"note": f"{_LOST}after {seconds:g} seconds"}
     if process.returncode:
         lines = process.stderr.strip().splitlines() or [""]
         why = f"(exit status {process.returncode}): {lines[-1][:120]}"
-        return case._asdict() | {"note": f"{_LOST}{why}"}
+        return job._asdict() | {"note": f"{_LOST}{why}"}
     return json.loads(process.stdout.splitlines()[-1])

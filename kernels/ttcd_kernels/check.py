@@ -15,8 +15,8 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ttcd_kernels import bench, cases, launch, parity, verified
-from ttcd_kernels.bench import OPS
+from ttcd_kernels import cases, launch, parity, verified
+from ttcd_kernels.cases import OPS
 from ttcd_kernels.measure import FAILED, Row
 from ttcd_kernels.table import format_table
 
@@ -34,16 +34,15 @@ class Job(NamedTuple):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    about = "Are the kernels right on this machine's GPU?"
-    parser = bench.parser_of("check", about, list(OPS))
+    parser = cases.parser_of("check", "Are the kernels right on this machine's GPU?")
     parser.add_argument("--timeout", type=float, default=120, help="seconds of one process")
     parser.add_argument("--implementation", nargs="+", default=list(GPU_KERNELS))
     parser.add_argument("--job", nargs=len(Job._fields), help=argparse.SUPPRESS)  # in a process
-    options = bench.parsed(parser, arguments)
+    options = cases.parsed(parser, arguments)
     if options.job:
         print(json.dumps(checked(Job(*options.job))))
         return
-    reason = bench.no_gpu()
+    reason = launch.unavailable()
     if reason is not None and {*options.implementation} & {*GPU_KERNELS}:
         raise SystemExit(f"nothing to check: {reason}")
     jobs = [
@@ -57,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         names = ", ".join(options.implementation)
         raise SystemExit(f"nothing to check: no op has an implementation {names} here")
     gpu = launch.capability()
-    store = bench.store(parser, options, Job, capability=gpu)
+    store = cases.Store(parser, options, Job, capability=gpu)
     for row in cases.in_processes(PROGRAM, store.left(jobs, has_lost=True), options.timeout):
         store.add(row)
     rows = [store[job] for job in jobs]
@@ -82,13 +81,13 @@ def checked(job: Job) -> Row:
 
 def advice(gpu: int | None, rows: Sequence[Row]) -> list[str]:
     """What to change after a check of everything that "auto" may take: `verified.VERIFIED`."""
-    notes = {tuple(row[name] for name in Job._fields): row["note"] for row in rows}
-    jobs = [
+    passed = {(*(row[name] for name in Job._fields),) for row in rows if not row["note"]}
+    needed = {
         Job(op, GPU_KERNELS[0], case.dtype, case.name)
         for op in OPS
         for case in OPS[op].SHAPES["check"]
-    ]
-    if gpu in verified.VERIFIED or any(notes.get(job, "not checked") for job in jobs):
+    }
+    if gpu in verified.VERIFIED or not needed <= passed:
         return []
     return [f"verified.py: VERIFIED may have {gpu}, in a commit that brings this report"]
 

@@ -87,13 +87,11 @@ def unavailable(*arrays: Any) -> str | None:
     return None
 
 
-def unsupported(
-    dtypes: Sequence[str], head_dims: Iterable[int] = (), **arrays: Operand
-) -> str | None:
+def unsupported(dtypes: Sequence[str], head_dims: Iterable[int], **arrays: Operand) -> str | None:
     """The reason why no kernel can take these arrays (by name) on this machine: the first's head
     dimension, dtypes that differ or are not in `dtypes`, no GPU. None if one can."""
     head_dim = next(iter(arrays.values())).shape[-1]
-    if head_dims and head_dim not in head_dims:
+    if head_dim not in head_dims:
         return f"head dim {head_dim} is not one of {', '.join(map(str, head_dims))}"
     found = [x.dtype.name for x in arrays.values()]
     if len(set(found)) != 1 or found[0] not in dtypes:
@@ -105,14 +103,13 @@ def unsupported(
 
 
 class Launch(NamedTuple):
-    """A kernel, its arguments (arrays or their shapes, numbers), and its compiler's constants."""
+    """A kernel, its arguments (arrays, numbers), the constants of its compiler and the options of
+    `launch`."""
 
     kernel: Any
     arguments: tuple[Any, ...]
     constants: Mapping[str, Any]
-    grid: tuple[int, int, int]
-    num_warps: int
-    num_stages: int
+    options: Mapping[str, Any]
 
 
 def recorded() -> contextlib.AbstractContextManager[list[Launch]]:
@@ -136,21 +133,14 @@ def launch(
         kernel.signature.bind(*args, *out_shape, **constants)
     except TypeError as error:  # jax-triton would name neither
         raise TypeError(f"{kernel.__name__}: {error}") from None
+    options: dict[str, Any] = {"out_shape": [*out_shape], "grid": grid}
+    options |= {"num_warps": num_warps, "num_stages": num_stages}
     record = _RECORD.get(None)
     if record is not None:
-        arguments = (*args, *out_shape)
-        record.append(Launch(kernel, arguments, constants, grid, num_warps, num_stages))
+        record.append(Launch(kernel, args, constants, options))
         return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
     import jax_triton
 
-    return jax_triton.triton_call(
-        *args,
-        kernel=kernel,
-        out_shape=list(out_shape),
-        grid=grid,
-        name=kernel.__name__,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        compute_capability=_CAPABILITY.get(None),
-        **constants,
-    )
+    names = {"kernel": kernel, "name": kernel.__name__}
+    gpu = _CAPABILITY.get(None)
+    return jax_triton.triton_call(*args, **names, compute_capability=gpu, **options, **constants)

@@ -2,10 +2,9 @@
 
 import contextlib
 import io
-import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,28 +50,16 @@ def alone(
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     """A recorded launch as a function of its floating arrays, and their shapes; its integer arrays
     are given."""
-    results = [x for x in launched.arguments if isinstance(x, jax.ShapeDtypeStruct)]
-    given = launched.arguments[: len(launched.arguments) - len(results)]
-    is_float = [_is_array(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in given]
+    arrays = {i: x for i, x in enumerate(launched.arguments) if _is_array(x)}
+    floats = {i: x for i, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    given = dict(zip([i for i in arrays if i not in floats], integers, strict=True))
 
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        floats, rest = iter(arrays), iter(integers)
-        operands = (
-            next(floats) if of_float else next(rest) if _is_array(x) else x
-            for x, of_float in zip(given, is_float, strict=True)
-        )
-        return launch.launch(
-            launched.kernel,
-            *operands,
-            out_shape=results,
-            grid=launched.grid,
-            num_warps=launched.num_warps,
-            num_stages=launched.num_stages,
-            **launched.constants,
-        )
+    def run(*operands: jax.Array) -> list[jax.Array]:
+        own = given | dict(zip(floats, operands, strict=True))
+        arguments = (own.get(i, x) for i, x in enumerate(launched.arguments))
+        return launch.launch(launched.kernel, *arguments, **launched.options, **launched.constants)
 
-    pairs = zip(given, is_float, strict=True)
-    return run, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, of_float in pairs if of_float]
+    return run, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in floats.values()]
 
 
 def _is_array(value: Any) -> bool:
@@ -91,13 +78,14 @@ def launches(
 def compile_launch(launched: Launch, capability: int) -> Compiled:
     """Compiled as jax-triton does: arrays are aligned to 16 bytes, numbers that are 1 constants."""
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = launched.kernel.arg_names
-    constants = dict(launched.constants)
-    signature, attributes = {}, {}
-    for index, (name, value) in enumerate(zip(names, launched.arguments, strict=False)):
+    kernel, constants, attributes = launched.kernel, dict(launched.constants), {}
+    signature = dict.fromkeys(kernel.arg_names, "constexpr")
+    arguments = *launched.arguments, *launched.options["out_shape"]
+    for index, (name, value) in enumerate(zip(signature, arguments, strict=False)):
         if _is_array(value):
             signature[name] = f"*{_TYPES[jnp.dtype(value.dtype).name]}"
             attributes[index,] = [["tt.divisibility", 16]]
@@ -105,35 +93,27 @@ def compile_launch(launched: Launch, capability: int) -> Compiled:
             constants[name] = 1
         else:
             signature[name] = "i32" if isinstance(value, int) else "fp32"
-    signature = {name: signature.get(name, "constexpr") for name in names}
-    source = ASTSource(launched.kernel, signature, constants, attributes)
-    options = {"num_warps": launched.num_warps, "num_stages": launched.num_stages}
-    with _reporting() as report:
-        kernel = triton.compile(source, GPUTarget("cuda", capability, 32), options)
-    registers = re.search(r"Used (\d+) registers", report.getvalue())
-    assert registers is not None, report.getvalue()
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {name: launched.options[name] for name in ("num_warps", "num_stages")}
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as report,
+        tempfile.TemporaryDirectory() as folder,
+        knobs.cache.scope(),
+        knobs.nvidia.scope(),
+    ):
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = (
+            folder,
+            True,
+        )  # a cached kernel reports nothing
+        compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
+    registers, *_ = re.findall(r"Used (\d+) registers", report.getvalue())
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report.getvalue())
     return Compiled(
-        launched.kernel.__name__,
-        launched.num_warps,
-        int(registers[1]),
+        kernel.__name__,
+        options["num_warps"],
+        int(registers),
         sum(map(int, spills)),
-        kernel.metadata.shared,
-        kernel.asm["ptx"],
-        kernel.asm["cubin"],
+        compiled.metadata.shared,
+        compiled.asm["ptx"],
+        compiled.asm["cubin"],
     )
-
-
-@contextlib.contextmanager
-def _reporting() -> Iterator[io.StringIO]:
-    """Kernels compiled inside come from no cache, and the assembler's reports are collected."""
-    report = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(report):
-        settings = {"TRITON_CACHE_DIR": folder, "TRITON_DUMP_PTXAS_LOG": "1"}
-        before = {name: os.environ.get(name) for name in settings}
-        os.environ.update(settings)
-        try:
-            yield report
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -19,10 +19,13 @@ import numpy as np
 
 type Row = dict[str, Any]  # a table's row: values by column
 MILLISECOND, MIB, TERA = 1e-3, 2**20, 1e12
+FAILED = "failed: "  # the note of an implementation that refused, or is wrong
 
 _MIN_SAMPLE_SECONDS = 0.02  # shorter programs are called several times per sample
 _MAX_CALLS = 50
 _CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+# Errors of an implementation that does not take a shape: the others are still measured.
+_REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError, ExceptionGroup)
 
 
 def median_seconds[Name: Hashable](
@@ -34,58 +37,67 @@ def median_seconds[Name: Hashable](
     for name, program in programs.items():
         first = _seconds(program, 1)  # also the warm-up
         calls[name] = min(max(math.ceil(_MIN_SAMPLE_SECONDS / first), 1), _MAX_CALLS)
-    samples: dict[Name, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, program in programs.items():
-            samples[name].append(_seconds(program, calls[name]))
-    return {name: statistics.median(times) for name, times in samples.items()}
+    rows = [[_seconds(programs[name], n) for name, n in calls.items()] for _ in range(rounds)]
+    times = zip(*rows, strict=True)
+    return {name: statistics.median(x) for name, x in zip(programs, times, strict=True)}
 
 
-# Errors of an implementation that does not take a shape: the others are still measured.
-REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError, ExceptionGroup)
-FAILED = "failed: "
-
-
-def refusal(error: BaseException) -> str:
-    """The note of an implementation that refused, instead of its numbers."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{FAILED}{type(error).__name__}: {lines[0][:120]}"
-
-
-class Known(NamedTuple):
-    """What is known of a program before it is timed: bytes of temporaries, None where it refused,
-    and why it is not timed."""
-
-    temp_bytes: int | None = None
-    note: str = ""
+def _seconds(program: Callable[[], Any], calls: int) -> float:
+    start, result = time.perf_counter(), None
+    for _ in range(calls):
+        result = program()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls
 
 
 def ready[Name: Hashable](
     programs: Mapping[Name, Callable[..., Any]], shapes: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[dict[Name, Known], dict[Name, Callable[[], Any]]]:
-    """Each program compiled, and a call on random operands of those that fit in device memory,
-    which have run once."""
-    results, compiled, calls = {}, {}, {}
+) -> tuple[dict[Name, tuple[int | None, str]], dict[Name, Callable[[], Any]]]:
+    """Of each program the bytes of its temporaries (None where it refuses) and a note why it is not
+    timed; and a call on random operands of those that fit in device memory, which have run once."""
+    known, compiled, calls, limit = {}, {}, {}, usable_bytes()
     for name, function in programs.items():
         try:
             program = jax.jit(function).lower(*shapes).compile()
-        except REFUSALS as error:
-            results[name] = Known(note=refusal(error))
+        except _REFUSALS as error:
+            known[name] = None, _refusal(error)
             continue
-        limit = usable_bytes()
+        known[name] = temp_bytes(program), ""
         if needed_bytes(program) < limit:
-            compiled[name], note = program, ""
+            compiled[name] = program
         else:
-            note = f"memory only: does not fit in {gibibytes(limit)}"
-        results[name] = Known(temp_bytes(program), note)
+            known[name] = temp_bytes(program), f"memory only: does not fit in {gibibytes(limit)}"
     arrays = operands(shapes) if compiled else []
     for name, program in compiled.items():
         try:
             jax.block_until_ready(program(*arrays))  # a launch may also be refused
             calls[name] = functools.partial(program, *arrays)
-        except REFUSALS as error:
-            results[name] = results[name]._replace(note=refusal(error))
-    return results, calls
+        except _REFUSALS as error:
+            known[name] = known[name][0], _refusal(error)
+    return known, calls
+
+
+def _refusal(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{FAILED}{type(error).__name__}: {lines[0][:120]}"
+
+
+def directions(op: Any, case: Any) -> dict[str, Callable[..., Any]]:
+    """By name what makes a function of all operands from one of q, k and v: `forward` and, where
+    the operands include cotangents, `fwd + bwd`: the results, and the gradients of q, k and v."""
+
+    def forward(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda q, k, v, *_: function(q, k, v)
+
+    def gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(q: jax.Array, k: jax.Array, v: jax.Array, *cotangents: jax.Array) -> Any:
+            results, pull = jax.vjp(function, q, k, v)
+            return results, pull(cotangents[: len(results)])
+
+        return run
+
+    has_cotangents = len(op.operand_shapes(case)) > 3
+    return {"forward": forward} | ({"fwd + bwd": gradient} if has_cotangents else {})
 
 
 class Work(NamedTuple):
@@ -93,27 +105,6 @@ class Work(NamedTuple):
 
     flops: float
     bytes: float
-
-
-def directions(op: Any, case: Any) -> dict[str, Callable[..., Any]]:
-    """By name what makes a function of all operands from one of q, k and v: `forward` and, where
-    the operands include cotangents, `gradient`."""
-    has_cotangents = len(op.operand_shapes(case)) > 3
-    return {"forward": forward} | ({"fwd + bwd": gradient} if has_cotangents else {})
-
-
-def forward(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda q, k, v, *_: function(q, k, v)
-
-
-def gradient(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The results, and the gradients of q, k and v."""
-
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, *cotangents: jax.Array) -> Any:
-        results, pull = jax.vjp(function, q, k, v)
-        return results, pull(cotangents[: len(results)])
-
-    return run
 
 
 class Ceilings(NamedTuple):
@@ -139,23 +130,9 @@ def ceilings(rounds: int = 3) -> Ceilings:
 
 
 def operands(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """Random arrays, since zeros run faster on a GPU; integer arrays are zero."""
+    """Random arrays, since zeros run faster on a GPU."""
     rng = np.random.default_rng(0)
-    return [
-        jnp.asarray(rng.standard_normal(shape.shape, np.float32), shape.dtype)
-        if jnp.issubdtype(shape.dtype, jnp.floating)
-        else jnp.zeros(shape.shape, shape.dtype)
-        for shape in shapes
-    ]
-
-
-def _seconds(program: Callable[[], Any], calls: int) -> float:
-    start = time.perf_counter()
-    result = None
-    for _ in range(calls):
-        result = program()
-    jax.block_until_ready(result)
-    return (time.perf_counter() - start) / calls
+    return [jnp.asarray(rng.standard_normal(x.shape, np.float32), x.dtype) for x in shapes]
 
 
 def temp_bytes(compiled: jax.stages.Compiled) -> int:
@@ -187,7 +164,7 @@ def usable_bytes() -> int:
 def environment() -> dict[str, Any]:
     """Device, versions and commit, which a reported number has to name; clocks and power limit as
     the driver of a GPU reports them. The commit is marked `-dirty` after edits."""
-    device = jax.devices()[0]
+    device, folder = jax.devices()[0], str(Path(__file__).parent)
     clocks = _output("nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv,noheader", "--id=0")
     return {
         "device": device.device_kind,
@@ -196,9 +173,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
-        "commit": _output(
-            "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"
-        ),
+        "commit": _output("git", "-C", folder, "describe", "--always", "--dirty"),
         "clocks": None if clocks is None else f"{_CLOCKS}: {clocks}",
     }
 
@@ -206,10 +181,9 @@ def environment() -> dict[str, Any]:
 def _output(*command: str) -> str | None:
     """Standard output of a command; None where it fails."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (FileNotFoundError, subprocess.CalledProcessError):
         return None
-    return result.stdout.strip()
 
 
 def gibibytes(count: int) -> str:

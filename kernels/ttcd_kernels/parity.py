@@ -19,55 +19,44 @@ BASELINE = "xla"  # name of the implementation that results and times are compar
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 
 
-def compare(op: Any, case: Any, names: Collection[str] | None = None) -> list[Row]:
-    """A row per implementation (of `names`) whose results have the baseline's structure, on random
-    operands: the worst over its results and, for a differentiable op, its gradients. Its note says
-    that it has failed where an error is beyond the dtype's bound or not a number, or a second run
-    has other bits.
+def compare(op: Any, case: Any, names: Collection[str] = ()) -> list[Row]:
+    """A row per implementation (of `names`, if any) whose results have the baseline's structure, on
+    random operands: the worst over its results and, for a differentiable op, its gradients. Its
+    note says that it has failed where an error is beyond the dtype's bound or not a number, or a
+    second run has other bits.
 
     `% equal`: elements equal to the baseline's rounded to the dtype; `ulp (99 %)`: the units in the
     last place that 99 % of the elements are within; `max rel. error`: the largest difference over
     the largest magnitude.
     """
-    shapes = op.operand_shapes(case)
+    shapes, bound = op.operand_shapes(case), BOUNDS[case.dtype]
     *_, (direction, make) = measure.directions(op, case).items()  # a gradient returns results too
     functions = {name: make(function) for name, function in op.implementations(case).items()}
-    expected = _in_float64(functions[BASELINE], measure.operands(shapes))
-    chosen = {name: functions[name] for name in functions if names is None or name in names}
+    arrays = measure.operands(shapes)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x, jnp.float64) for x in arrays]
+        expected = jax.device_get(jax.jit(functions[BASELINE])(*wide))
+    chosen = {name: run for name, run in functions.items() if not names or name in names}
     known, calls = measure.ready(chosen, shapes)
     rows = []
-    for name in chosen:
-        numbers, note = (None, None, None), known[name].note
+    for name, (_, note) in known.items():
+        numbers = None, None, None
         if name in calls:
-            actual, again = (jax.device_get(calls[name]()) for _ in range(2))
-            if jax.tree.structure(actual) != jax.tree.structure(expected):
+            found, again = (jax.device_get(calls[name]()) for _ in range(2))
+            if jax.tree.structure(found) != jax.tree.structure(expected):
                 continue
-            pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-            worst = [distance(x, y) for x, y in pairs] or [_NOTHING]
+            leaves, others = jax.tree.leaves(found), jax.tree.leaves(again)
+            worst = [*map(distance, leaves, jax.tree.leaves(expected))] or [_NOTHING]
             equal, ulp, error = zip(*worst, strict=True)
             numbers = 100 * min(equal), max(ulp), float(np.max(error))
-            note = _fault(case.dtype, numbers[-1], actual, again)
+            if not numbers[-1] <= bound:
+                note = f"{FAILED}error {numbers[-1]:.2g}, allowed {bound:.0e}"
+            elif any(x.tobytes() != y.tobytes() for x, y in zip(leaves, others, strict=True)):
+                note = f"{FAILED}two runs differ"
         row = {"case": case.name, "dtype": case.dtype, "pass": direction, "implementation": name}
         row |= zip(("% equal", "ulp (99 %)", "max rel. error"), numbers, strict=True)
         rows.append(row | {"note": note})
     return rows
-
-
-def _fault(dtype: str, error: float, *runs: Any) -> str:
-    bound = BOUNDS[dtype]
-    if not error <= bound:
-        return f"{FAILED}error {error:.2g}, allowed {bound:.0e}"
-    same = jax.tree.map(lambda x, y: x.tobytes() == y.tobytes(), *runs)
-    return "" if all(jax.tree.leaves(same)) else f"{FAILED}two runs differ"
-
-
-def _in_float64(function: Any, arrays: list[jax.Array]) -> Any:
-    with jax.enable_x64(True):
-        wide = [
-            jnp.asarray(np.asarray(x), jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-            for x in arrays
-        ]
-        return jax.device_get(jax.jit(function)(*wide))
 
 
 def distance(found: Numbers, expected: Numbers) -> tuple[float, float, float]:

@@ -1,7 +1,7 @@
 """Kernels under vmap, where a mapped axis joins the batch, and on a mesh, where each device runs
 them on its shard of the independent axes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,10 +37,17 @@ def everywhere(function: Callable[..., Any], kinds: str, *arrays: Any) -> Any:
     whole = dict.fromkeys(x for array in names for x in array if x not in _SHARDED)
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        # Arrays may arrive with other shardings, even along `whole`: the rule moves no data.
+        # Arrays may arrive with other shardings, even along `whole`: the rule moves no data. The
+        # first array sharded along an axis decides; a mesh axis shards one of them only.
         leaves, structure = jax.tree.flatten((arguments, results))
-        mesh_axes = _axes_by_name(zip(leaves, names, strict=True))
-        specs = [PartitionSpec(*map(mesh_axes.get, array)) for array in names]
+        split: dict[str, Any] = {}
+        for array, axes in zip(leaves, names, strict=True):
+            spec = getattr(array.sharding, "spec", ())  # none where other mesh axes are manual
+            for name, mesh_axes in zip(axes, spec, strict=False):
+                taken = {x for parts in split.values() for x in _parts(parts)}
+                if name in _SHARDED and mesh_axes and not taken & _parts(mesh_axes):
+                    split.setdefault(name, mesh_axes)
+        specs = [PartitionSpec(*map(split.get, axes)) for axes in names]
         shardings = [NamedSharding(mesh, spec) for spec in specs]
         arguments, results = jax.tree.unflatten(structure, shardings)
         return mesh, function, results, arguments
@@ -53,19 +60,8 @@ def everywhere(function: Callable[..., Any], kinds: str, *arrays: Any) -> Any:
     return folds_batch(mapped)(*arrays)
 
 
-def _axes_by_name(arrays: Iterable[tuple[Any, list[str]]]) -> dict[str, Any]:
-    """The mesh axes that shard each of `_SHARDED`, as in the first array sharded along it; a mesh
-    axis shards one of them only."""
-    mesh_axes: dict[str, Any] = {}
-    taken: set[str] = set()
-    for array, names in arrays:
-        spec = getattr(array.sharding, "spec", ())  # none where other mesh axes are manual
-        for name, axis in zip(names, spec, strict=False):
-            parts = set(axis if isinstance(axis, tuple) else (axis,))
-            if axis and name in _SHARDED and name not in mesh_axes and not taken & parts:
-                mesh_axes[name] = axis
-                taken |= parts
-    return mesh_axes
+def _parts(mesh_axes: str | tuple[str, ...]) -> set[str]:
+    return {mesh_axes} if isinstance(mesh_axes, str) else {*mesh_axes}
 
 
 def folds_batch(function: Callable[..., Any]) -> Callable[..., Any]:

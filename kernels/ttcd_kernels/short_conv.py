@@ -64,10 +64,6 @@ def _moved(
     return [jnp.where(mask[..., None], x, 0) for mask, x in zip(is_same, moved, strict=True)]
 
 
-def _convolve_forward(before: int, *operands: Any) -> tuple[jax.Array, Any]:
-    return cast(jax.Array, _convolve(before, *operands)), operands
-
-
 def _convolve_backward(before: int, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     """dx is dy convolved with the taps in reverse order."""
     x, taps, segment_ids = saved
@@ -80,7 +76,9 @@ def _convolve_backward(before: int, saved: Any, dy: jax.Array) -> tuple[jax.Arra
     return dx.astype(x.dtype), d_taps.astype(taps.dtype), None
 
 
-_convolve.defvjp(_convolve_forward, _convolve_backward)
+_convolve.defvjp(
+    lambda before, *operands: (_convolve(before, *operands), operands), _convolve_backward
+)
 
 
 def short_conv_residual(

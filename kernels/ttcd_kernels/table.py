@@ -23,15 +23,11 @@ def format_table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> s
     header, body = cells(rows, columns)
     names = [name for name, _ in header]
     widths = [max(map(len, column)) for column in zip(names, *body, strict=True)]
-
-    def line(texts: Sequence[str]) -> str:
-        aligned = (
-            text.rjust(width) if is_numeric else text.ljust(width)
-            for text, width, (_, is_numeric) in zip(texts, widths, header, strict=True)
-        )
-        return "  ".join(aligned).rstrip()
-
-    return "\n".join(map(line, (names, ["-" * width for width in widths], *body)))
+    signs = [">" if is_numeric else "<" for _, is_numeric in header]
+    lines = names, ["-" * width for width in widths], *body
+    return "\n".join(
+        "  ".join(map("{:{}{}}".format, line, signs, widths)).rstrip() for line in lines
+    )
 
 
 def cells(
@@ -39,13 +35,12 @@ def cells(
 ) -> tuple[list[tuple[str, bool]], list[list[str]]]:
     """(name, is_numeric) per column, all of them by default, and the text of every cell."""
     names = list(dict.fromkeys(x for row in rows for x in row)) if columns is None else columns
-    header = [(_cell(name), _is_numeric(rows, name)) for name in names]
+    header = [(_cell(name), all(_is_number(row.get(name)) for row in rows)) for name in names]
     return header, [[_cell(row.get(name)) for name in names] for row in rows]
 
 
-def _is_numeric(rows: Sequence[Row], name: str) -> bool:
-    numbers = [row[name] for row in rows if row.get(name) is not None]
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers)
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _cell(value: Any) -> str:

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from ttcd_kernels import bench, cases, launch, machine_code, measure
-from ttcd_kernels.bench import OPS
+from ttcd_kernels import cases, launch, machine_code, measure
+from ttcd_kernels.cases import OPS
 from ttcd_kernels.measure import MILLISECOND, Row, over
 from ttcd_kernels.table import format_table
 
@@ -45,19 +45,18 @@ class Job(NamedTuple):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = bench.parser_of(
-        "tune", "Time of the Triton kernels by tile.", ["dual_window"], "paper"
-    )
+    about = "Time of the Triton kernels by tile."
+    parser = cases.parser_of("tune", about, ("dual_window",), "paper")
     parser.add_argument("--job", nargs=len(Job._fields), help=argparse.SUPPRESS)  # in a process
     parser.add_argument("--turn", help=argparse.SUPPRESS)  # of its own
-    options = bench.parsed(parser, arguments)
+    options = cases.parsed(parser, arguments)
     if options.job:
         print(json.dumps(measured(Job(*options.job), options.turn)))
         return
-    reason = bench.no_gpu()
+    reason = launch.unavailable()
     if reason is not None:
         raise SystemExit(f"nothing to tune: {reason}")
-    store = bench.store(parser, options, Job)
+    store = cases.Store(parser, options, Job)
     left = store.left(jobs(options))
     print(f"{len(left)} tiles to try, {len(store)} tried before", flush=True)
     with tempfile.NamedTemporaryFile() as turn:
@@ -72,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _at_once(options: argparse.Namespace) -> int:
     """The number of processes whose operands, and as much again, fit in device memory together."""
-    sizes = [OPS[name].operand_shapes(case) for name, case in bench.cases(options)]
+    sizes = [OPS[name].operand_shapes(case) for name, case in cases.cases(options)]
     largest = max(sum(x.size * x.dtype.itemsize for x in shapes) for shapes in sizes)
     return max(measure.usable_bytes() // (2 * largest), 1)
 
@@ -81,7 +80,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     """All tiles: the table's of every kernel, then the candidates of the kernels in turn: if time
     runs out, some of each are measured."""
     found = []
-    for op, case in bench.cases(options):
+    for op, case in cases.cases(options):
         by_kernel = [
             [
                 Job(op, options.shapes, case.name, kernel, ",".join(map(str, tile)))
@@ -104,11 +103,11 @@ def measured(job: Job, turn: str) -> Row:
     op = OPS[job.op]
     (case,) = (case for case in op.SHAPES[job.shapes] if case.name == job.case)
     table, gpu = table_of(op, case), launch.known_capability()
-    operands, best = op.operand_shapes(case), getattr(table, job.kernel)
-    *_, make = measure.directions(op, case).values()
+    best = getattr(table, job.kernel)
     tile = type(best)(*map(int, job.tile.split(",")))
+    *_, make = measure.directions(op, case).values()
     whole = make(op.with_tuning(case, table._replace(**{job.kernel: tile})))
-    launches = machine_code.launches(whole, operands, gpu)
+    launches = machine_code.launches(whole, op.operand_shapes(case), gpu)
     (launched,) = (x for x in launches if x.kernel.__name__.endswith(job.kernel))
     row: Row = {**job._asdict(), "ms": None, "note": TABLE if tile == best else ""}
     with _turn(turn, fcntl.LOCK_SH, _COMPILING):
@@ -118,9 +117,9 @@ def measured(job: Job, turn: str) -> Row:
         if reason is not None and tile != best:
             return row | {"note": f"not timed: {reason}"}
         function, shapes = machine_code.alone(launched, op.integers(case, launched))
-        results, calls = measure.ready({job: function}, shapes)  # compiled again, by jax-triton
+        known, calls = measure.ready({job: function}, shapes)  # compiled again, by jax-triton
     if not calls:
-        return row | {"note": results[job].note}
+        return row | {"note": known[job][1]}
     with _turn(turn, fcntl.LOCK_EX, _TIMING):
         seconds = measure.median_seconds(calls, case.rounds)[job]
     return row | {"ms": over(seconds, MILLISECOND)}

@@ -15,7 +15,6 @@ from ttcd_kernels.table import write_json
 
 # Compute capabilities. A commit that adds one brings the report of `check` on such a GPU.
 VERIFIED: frozenset[int] = frozenset()
-COMMAND = "python -m ttcd_kernels.check"
 
 
 def missing(*operands: Any) -> str | None:
@@ -28,17 +27,16 @@ def missing(*operands: Any) -> str | None:
     if jax.process_count() == 1 and conditions(gpu) in passed():
         return None
     return (
-        f"the kernels have not been checked on a GPU of compute capability {gpu}; run {COMMAND} "
-        "once on this machine, or name the implementation"
+        f"the kernels have not been checked on a GPU of compute capability {gpu}; run "
+        "python -m ttcd_kernels.check once on this machine, or name the implementation"
     )
 
 
 def record(capability: int) -> Path:
     """Remembers that `check` has passed on this machine; the file."""
     file = _file()
-    found = [*passed(), conditions(capability)]
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(found, file)
+    write_json([*passed(), conditions(capability)], file)
     return file
 
 

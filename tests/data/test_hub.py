@@ -7,11 +7,11 @@ import commands
 import corpora
 import fake_hub
 import pytest
+from checks import refused
 from fake_hub import SHA
 
 from ttcd_jax.data.hub import parse_source
 from ttcd_jax.data.records import open_records, read_manifest
-from ttcd_jax.errors import UserError
 
 TEXTS = {f"data/part-{i}.jsonl": f"text {i}" for i in range(4)}
 
@@ -22,17 +22,13 @@ def hub():
     return fake_hub.Hub("lab/set", files | {"README.md": b"about", "data/more.jsonl.gz": b"x"})
 
 
-def _prepare(run, hub, folder, source, *flags, **options):
+def _prepare(run, hub, folder, source, *flags, variables=None, **options):
     with fake_hub.serve(hub) as address:
-        environment = _environment(folder, address)
+        environment = commands.cpu_environment(HF_ENDPOINT=address, HF_HOME=str(folder / "home"))
+        environment.pop("HF_HUB_OFFLINE", None)
+        environment |= {"NO_PROXY": "127.0.0.1"} | (variables or {})
         given = ("--tokenizer=byte", f"--output={folder / 'records'}", f"--source={source}", *flags)
         return run("prepare_data", *given, env=environment, **options)
-
-
-def _environment(folder, address, **variables):
-    environment = commands.cpu_environment(HF_ENDPOINT=address, HF_HOME=str(folder / "home"))
-    environment.pop("HF_HUB_OFFLINE", None)
-    return environment | {"NO_PROXY": "127.0.0.1"} | variables
 
 
 def _texts(folder, split):
@@ -79,57 +75,43 @@ def test_a_named_data_set_is_read_as_it_was_published(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "status", "message"),
+    ("source", "answer", "variables", "status", "message"),
     [
-        ("lab/nothing", 0, "/datasets/lab/nothing is not there, or private: check the name"),
-        ("lab/set@next", 0, "/datasets/lab/set has no such revision"),
-        ("lab/set:*.csv", 0, "/datasets/lab/set has no file that matches '*.csv'"),
-        ("lab/set", 401, "/datasets/lab/set is gated: accept its terms there, and set HF_TOKEN"),
-        ("lab/set", 403, "/datasets/lab/set is gated"),
-        ("lab/set", 500, "/datasets/lab/set cannot be downloaded (Server error '500"),
-        ("long_data_collections", 0, "/emozilla/Long-Data-Collections-Pretrain-Without-Books is"),
+        ("lab/nothing", {}, {}, 3, "/lab/nothing is not there, or private: check the name"),
+        ("lab/set@next", {}, {}, 3, "/datasets/lab/set has no such revision"),
+        ("lab/set:*.csv", {}, {}, 3, "/datasets/lab/set has no file that matches '*.csv'"),
+        ("long_data_collections", {}, {}, 3, "/emozilla/Long-Data-Collections-Pretrain-Without-"),
+        ("lab/set", {"status": 401}, {}, 3, "/lab/set is gated: accept its terms there, and set"),
+        ("lab/set", {"status": 403}, {}, 3, "/datasets/lab/set is gated"),
+        ("lab/set", {"status": 500}, {}, 3, "lab/set cannot be downloaded (Server error '500"),
+        ("lab/set", {}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, 3, "or give a local copy by --inp"),
+        ("lab/set", {}, {"HF_HUB_OFFLINE": "1"}, 3, "unset the `HF_HUB_OFFLINE`"),
+        ("lab/set", {}, {"HF_ENDPOINT": "hub.local"}, 2, "HF_ENDPOINT='hub.local' is no address"),
+        ("lab/set", {}, {"HF_ENDPOINT": "http://x:y"}, 2, "HF_ENDPOINT='http://x:y' is no addre"),
     ],
 )
-def test_what_the_hub_refuses(hub, tmp_path, source, status, message):
-    hub.status = status
-    assert message in _prepare(commands.refused, hub, tmp_path, source, status=3)
+def test_what_the_hub_refuses(hub, tmp_path, source, answer, variables, status, message):
+    vars(hub).update(answer)
+    options = {"variables": variables, "status": status}
+    assert message in _prepare(commands.refused, hub, tmp_path, source, **options)
     assert not (tmp_path / "records").exists()
 
 
-def test_a_cut_download_is_refused(hub, tmp_path):
+def test_a_cut_download_and_a_name_outside_the_folder_are_refused(hub, tmp_path):
     hub.cut = 3
     result = _prepare(commands.run, hub, tmp_path, "lab/set:data/part-0.jsonl")
     assert (result.returncode, result.stdout) == (3, "")
     assert "1 files (18 bytes) of http" in result.stderr
     assert "cannot be downloaded (peer closed connection" in result.stderr
-
-
-def test_a_name_outside_the_folder_is_refused(hub, tmp_path):
-    hub.files["../../x.jsonl"] = b"{}"
-    result = _prepare(commands.run, hub, tmp_path, "lab/set:**/*.jsonl")
+    hub.cut, hub.files["../../x.jsonl"] = 0, b"{}"
+    result = _prepare(commands.run, hub, tmp_path / "other", "lab/set:**/*.jsonl")
     assert (result.returncode, result.stdout) == (3, "")
     assert "'../../x.jsonl'" in result.stderr
     assert not list(tmp_path.rglob("x.jsonl"))
-
-
-@pytest.mark.parametrize(
-    ("variables", "status", "message"),
-    [
-        ({}, 3, "set HF_ENDPOINT to a mirror, or give a local copy by --input"),
-        ({"HF_HUB_OFFLINE": "1"}, 3, "unset the `HF_HUB_OFFLINE`"),
-        ({"HF_ENDPOINT": "hub.local"}, 2, "HF_ENDPOINT='hub.local' is no address"),
-        ({"HF_ENDPOINT": "http://x:y"}, 2, "HF_ENDPOINT='http://x:y' is no address"),
-    ],
-)
-def test_no_connection_is_an_error_of_one_line(tmp_path, variables, status, message):
-    environment = _environment(tmp_path, "http://127.0.0.1:9", **variables)
-    given = ("--tokenizer=byte", f"--output={tmp_path / 'records'}", "--source=lab/set")
-    assert message in commands.refused("prepare_data", *given, env=environment, status=status)
 
 
 def test_names_and_what_is_none():
     source = parse_source("lab/set@v1.0:a/**/*.parquet")
     assert source[:3] == ("lab/set", "v1.0", "a/**/*.parquet")
     for text in ("lab", "nothing_known", "lab/set/more", "../set", "lab/..", "lab/set@", ""):
-        with pytest.raises(UserError, match=r"is neither one of long_data_collections, prolong"):
-            parse_source(text)
+        refused("is neither one of long_data_collections, prolong", parse_source, text)

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from checks import assert_same
 
-from ttcd_jax.data.mixture import corpus_rows
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.records import TokenRecords
+from ttcd_jax.data.sources import RecordsConfig, corpus_rows
 
 NUM_ROWS = 24
 
 
 class Numbers:
-    """Row i holds i, so that a batch tells which rows it took."""
+    """Row i holds i, so that a batch tells which rows it took; one is broken."""
 
-    def __init__(self, broken_row: int = -1) -> None:
+    def __init__(self, broken_row: int) -> None:
         self._broken_row = broken_row
 
     def __len__(self):
@@ -31,17 +31,15 @@ class Numbers:
         return {"row": np.int32(index), "line": np.full(3, index, np.int32)}
 
 
-def _batches(**options):
-    return Batches(Numbers(), batch_size=4, **options)
+def _batches(broken_row=-1):
+    return Batches(Numbers(broken_row), batch_size=4)
 
 
 def _shuffled(seed, num_rows=NUM_ROWS):
     """Batches of a corpus of one document, whose row i has the tokens 2 i and 2 i + 1."""
     ids = np.arange(2 * num_rows + 1)
     records = TokenRecords([ids], np.array([0, ids.size]), vocab_size=ids.size, eos_id=0)
-    rows, count = corpus_rows(
-        records, seq_len=2, packing="concatenate", seed=seed, shuffle_seed=seed
-    )
+    rows, count = corpus_rows(records, RecordsConfig(paths="x", seq_len=2), seed, seed)
     assert count == num_rows
     return Batches(rows, batch_size=4)
 
@@ -58,9 +56,6 @@ def test_batch_is_a_pure_function_of_seed_and_step():
     assert_same(batches.at(5), before)
     assert_same(_shuffled(1).at(5), before)
     assert before["tokens"].shape == (4, 2)
-
-
-def test_other_seeds_give_other_orders():
     orders = {str(_order(_shuffled(seed), range(6))) for seed in (0, 1, 2, 2**32 - 1)}
     assert len(orders) == 4
 
@@ -74,24 +69,13 @@ def test_every_epoch_takes_every_row_once_in_another_order(num_rows):
     assert list(range(num_rows)) not in epochs
 
 
-def test_a_source_is_repeated_in_its_order():
-    rows = np.concatenate([_batches().at(step)["row"] for step in range(9)])
-    np.testing.assert_array_equal(rows, np.arange(36) % NUM_ROWS)
-
-
-@pytest.mark.parametrize("shares", [[(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)], [(0, 3), (1, 2)]])
-def test_processes_make_one_batch_together(shares):
-    for step in (0, 7, 123456):
-        together = np.concatenate([_batches(rows=rows).at(step)["line"] for rows in shares])
-        np.testing.assert_array_equal(together, _batches().at(step)["line"][np.concatenate(shares)])
-
-
-def test_iterate_equals_at():
+def test_iterate_equals_at_and_repeats_the_source_in_its_order():
     batches = _batches()
     seen = list(batches.iterate(3, 10))
     assert [step for step, _ in seen] == list(range(3, 13))
     for step, batch in seen:
         assert_same(batch, batches.at(step))
+        assert batch["row"].tolist() == [(4 * step + row) % NUM_ROWS for row in range(4)]
     assert list(batches.iterate(3, 0)) == []
 
 
@@ -126,8 +110,7 @@ def test_iterate_left_open_at_exit_prints_nothing():
 
 
 def test_an_error_in_the_source_reaches_the_reader():
-    batches = Batches(Numbers(broken_row=9), batch_size=4)
-    steps = batches.iterate(0, 6)
+    steps = _batches(broken_row=9).iterate(0, 6)
     with _threads_end():
         assert [next(steps)[0], next(steps)[0]] == [0, 1]
         with pytest.raises(OSError, match="row 9 is unreadable") as caught:

@@ -1,52 +1,53 @@
 """What every reader does, whatever is cut, changed, absent or in another encoding: it reads what
 was written, or refuses in one line that names the folder of the file."""
 
+import bz2
+import contextlib
 import gzip
 import json
+import lzma
 import random
 import resource
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import corpora
 import numpy as np
+import pyarrow
 import pytest
 import tokenizers
 import zstandard
-from damage import damaged, fuzz
+from checks import refused
+from damage import damaged, fuzz_file
 
-from ttcd_jax.data.corpus import stream_documents
-from ttcd_jax.data.mixture import RecordsConfig
-from ttcd_jax.data.records import MANIFEST, sealed, verify_records
+from ttcd_jax.data.corpus import input_bytes, stream_documents
+from ttcd_jax.data.records import MANIFEST, verify_records
+from ttcd_jax.data.sources import RecordsConfig
 from ttcd_jax.data.tokenizer import JsonTokenizer
-from ttcd_jax.errors import UserError
-from ttcd_jax.files import sha256
+from ttcd_jax.errors import DataError, UserError
 
-TEXTS = [
-    "\ufeffa mark",
-    "größe 日本 🧮",
-    None,
-    "a\r\nb\r\n",
-    "",
-    "x" * 70,
-    "\x00\x1b[2J\u2028é\ufffe",
-]
+TEXTS = ["\ufeffa mark", "größe 日本 🧮", None, "a\r\nb\r\n", "", "x" * 70]
+TEXTS += ["\x00\x1b[2J\u2028é\ufffe"]
 BYTES = [text.encode() for text in TEXTS if text]
 IDS = [[1, 2, 3], [70000] * 9, [], [5, 6], list(range(300)), [7], [8]]
 IDS_BYTES = [np.array(ids, "<u4").tobytes() for ids in IDS if ids]
 LINES, LINE = corpora.json_lines(TEXTS, id=1), json.dumps({"text": TEXTS[1]}, ensure_ascii=False)
 TABLE = {"text": TEXTS * 3, "raw": [text and text.encode() for text in TEXTS] * 3}
 TABLE |= {"ids": [np.array(ids, np.int32) if ids else None for ids in IDS] * 3}
+PAIRS = [struct.pack("<qq", i, -i) for i in range(7)]
 COLUMNS = {
     "ids": ("ndarray:uint32", None, [corpora.mds_array(ids) for ids in IDS]),
-    "number": ("int", 8, [bytes(8)] * len(IDS)),
+    "number": ("int", 8, [bytes(8)] * 7),
+    "pair": ("ndarray:int64:2", 16, PAIRS),
+    "raw": ("bytes", None, [b"\xff" * (i % 3) for i in range(7)]),
     "text": ("str", None, [(text or "").encode() for text in TEXTS]),
 }
 
 
-def _documents(path: Path, field: str) -> list[bytes]:
+def _documents(path: Path, field: str = "text") -> list[bytes]:
     return [x.content for _, x in stream_documents(corpora.text_file(path, field=field))]
 
 
@@ -70,18 +71,6 @@ def _resized(index: Path) -> None:
     for entry in value["shards"]:
         entry["raw_data"]["bytes"] = (index.parent / entry["raw_data"]["basename"]).stat().st_size
     index.write_text(json.dumps(value))
-
-
-def _resealed(folder: Path) -> None:
-    """The manifest gets the digests of the files, and its own, as if they were hostile."""
-    manifest = json.loads((folder / MANIFEST).read_text())
-    if isinstance(manifest, dict):
-        files = manifest.get("files")
-        for name, facts in files.items() if isinstance(files, dict) else ():
-            if isinstance(facts, dict) and (folder / name[:99]).is_file():
-                facts["sha256"] = sha256(folder / name)
-        manifest = sealed({name: x for name, x in manifest.items() if name != "sha256"})
-    (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
 class Reader(NamedTuple):
@@ -152,18 +141,16 @@ READERS = {
     ),
     "MDS": MDS._replace(json=("index.json", 500)),
     "MDS of ids": MDS._replace(contents=IDS_BYTES * 2, field="ids"),
-    "packed MDS": MDS._replace(
-        write=lambda x: corpora.mds(x, COLUMNS, _zst), tells="all", refit=None
-    ),
+    "packed MDS": Reader(lambda x: corpora.mds(x, COLUMNS, _zst), BYTES * 2, "all"),
     "Megatron": Reader(
         lambda x: corpora.megatron(x, "<i4", IDS, starts=[0, 2, 2, len(IDS)]),
         [b"".join(IDS_BYTES[:2]), b"".join(IDS_BYTES[2:])],
         "lengths",
     ),
     "records": Reader(
-        _write_records, BYTES, "all", read=_records, json=(MANIFEST, 400), refit=_resealed
+        _write_records, BYTES, "all", read=_records, json=(MANIFEST, 250), refit=corpora.reseal
     ),
-    "tokenizer": Reader(_write_tokenizer, None, read=_tokens, json=("tokenizer.json", 1500)),
+    "tokenizer": Reader(_write_tokenizer, None, read=_tokens, json=("tokenizer.json", 600)),
 }
 
 
@@ -179,9 +166,11 @@ def path(reader, tmp_path):
 
 @pytest.fixture
 def intact(reader, path):
-    """What is read of the intact file."""
+    """What is read of the intact file, whose size counts each file once."""
     documents = reader.read(path, reader.field)
     assert reader.contents is None or documents == reader.contents
+    if reader.read is _documents:
+        assert input_bytes(corpora.text_file(path)) == sum(map(len, _files(path).values()))
     return documents
 
 
@@ -215,22 +204,14 @@ def _some(size):
     return (*range(min(size, 40)), *range(40, size, 1 + size // 50))
 
 
-def test_a_cut_file_is_refused_or_is_a_beginning(reader, path, intact, found):
-    for file, data in _files(path).items():
-        for size in _some(len(data)):
-            file.write_bytes(data[:size])
-            documents = found()
-            if documents is not None and documents != intact:
-                assert not reader.tells, (file, size)
-                assert b"".join(intact).startswith(b"".join(documents))
-        file.write_bytes(data)
-
-
-def test_a_changed_byte_is_refused_or_changes_no_more_than_the_format_cannot_know(
-    reader, path, intact, found
-):
+def test_cut_files_and_changed_bytes_are_refused_as_far_as_formats_can(reader, path, intact, found):
     for file, data in _files(path).items():
         for position in _some(len(data)):
+            file.write_bytes(data[:position])
+            documents = found()
+            if documents is not None and documents != intact:
+                assert not reader.tells, (file, position)
+                assert b"".join(intact).startswith(b"".join(documents))
             changed = bytes([data[position] ^ (1, 0xFF)[position % 2]])
             file.write_bytes(data[:position] + changed + data[position + 1 :])
             if (documents := found()) is not None and reader.tells in ("all", "lengths"):
@@ -253,23 +234,13 @@ def test_damage_is_refused_or_read(reader, path, found):
     assert num_refused or reader.tells == ""
 
 
-@pytest.mark.parametrize("name", [name for name in READERS if READERS[name].json])
-def test_changed_values_of_json_are_refused_or_read(tmp_path, name):
-    reader = READERS[name]
-    path, (name, count) = reader.write(tmp_path), reader.json
-    file = (path if path.is_dir() else path.parent) / name
-
-    def read(value):
-        file.write_text(json.dumps(value))
-        if name == MANIFEST:
-            _resealed(path)
-        reader.read(path, reader.field)
-
-    fuzz(json.loads(file.read_text()), read, count, named=tmp_path)
-
-
-def test_a_file_that_is_absent_or_a_folder_is_refused(path, intact, found):
+def test_an_absent_file_a_folder_and_another_encoding_are_refused_or_read(path, intact, found):
     for file, data in _files(path).items():
+        for encoding in ("utf-16", "utf-16-be", "utf-32", "latin-1", "utf-8-sig"):
+            with contextlib.suppress(UnicodeDecodeError):
+                file.write_bytes(data.decode().encode(encoding, errors="replace"))
+            as_it_is = [file.read_bytes()] if file.suffix == ".txt" else intact
+            assert found() in (None, intact, as_it_is)
         file.unlink()
         assert found() in (None, intact)
         file.mkdir()
@@ -280,13 +251,154 @@ def test_a_file_that_is_absent_or_a_folder_is_refused(path, intact, found):
     assert found() is None
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "latin-1", "utf-8-sig"])
-def test_another_encoding_is_refused_or_read_as_it_is(path, intact, found, encoding):
-    for file, data in _files(path).items():
-        try:
-            file.write_bytes(data.decode().encode(encoding, errors="replace"))
-        except UnicodeDecodeError:
-            continue
-        as_it_is = [file.read_bytes()] if file.suffix == ".txt" else intact
-        assert found() in (None, intact, as_it_is)
-        file.write_bytes(data)
+@pytest.mark.parametrize("name", [name for name in READERS if READERS[name].json])
+def test_changed_values_of_json_are_refused_or_read(tmp_path, name):
+    reader = READERS[name]
+    path, (name, count) = reader.write(tmp_path), reader.json
+
+    def read():
+        if name == MANIFEST:
+            corpora.reseal(path)
+        reader.read(path, reader.field)
+
+    fuzz_file((path if path.is_dir() else path.parent) / name, read, count, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [("jsonl", [0, 1, 3, 5, 6]), ("saved", [0, 1, 4]), ("MDS", [0, 1, 3, 5, 6, 7, 8, 10, 12, 13])],
+)
+def test_documents_are_numbered_empty_ones_too(tmp_path, name, numbers):
+    path = READERS[name].write(tmp_path)
+    names = [document.name for _, document in stream_documents(corpora.text_file(path))]
+    assert names == [f"{path.name}:{number}" for number in numbers]
+
+
+def test_kinds_of_columns_of_mds(tmp_path):
+    path = corpora.mds(tmp_path, COLUMNS)
+    assert _documents(path, "pair") == PAIRS * 2
+    assert _documents(path, "raw") == [b"\xff", b"\xff\xff"] * 4
+
+
+@pytest.mark.parametrize("dtype", corpora.MEGATRON_TYPES)
+def test_kinds_of_token_ids_of_megatron(tmp_path, dtype):
+    contents = [np.array(ids, dtype).tobytes() for ids in ([1, 2, 3], [4, 5, 6])]
+    assert _documents(corpora.megatron(tmp_path, dtype)) == contents
+
+
+@pytest.mark.parametrize("form", ["stream", "file"])
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_kinds_of_texts_of_arrow(tmp_path, form, kind):
+    kinds = {"dictionary": lambda: pyarrow.dictionary(pyarrow.int32(), pyarrow.string())}
+    texts = pyarrow.array(TEXTS * 3, kinds.get(kind, getattr(pyarrow, kind))())
+    path = corpora.table(tmp_path / "a.arrow", {"n": range(21), "text": texts}, 4, form)
+    assert _documents(path) == BYTES * 3
+
+
+ID_KINDS = {
+    "short": pyarrow.array([[1, 2, 3], [], None], pyarrow.list_(pyarrow.int32())),
+    "long": pyarrow.array([[1, 2, 3], [], None], pyarrow.large_list(pyarrow.int32())),
+    "fixed": pyarrow.array([[1, 2, 3]] * 3, pyarrow.list_(pyarrow.int32(), 3)),
+    "holes": pyarrow.array([[1, None]] * 3, pyarrow.list_(pyarrow.int32())),
+    "words": pyarrow.array([["x"]] * 3, pyarrow.list_(pyarrow.string())),
+    "n": pyarrow.array([1] * 3),
+}
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+def test_kinds_of_token_ids_of_tables(tmp_path, suffix):
+    path, ids = corpora.table(tmp_path / f"a.{suffix}", ID_KINDS), np.arange(1, 4, dtype="<i4")
+    for column, count in (("short", 1), ("long", 1), ("fixed", 3)):
+        assert _documents(path, column) == [ids.tobytes()] * count
+    refused("is no intact| with 1 nulls", _documents, path, "holes", error=DataError)
+    refused("row 0: 'words' is no text but list", _documents, path, "words", error=DataError)
+    refused("row 0: 'n' is no text but int", _documents, path, "n", error=DataError)
+    refused("no column 'text'; pass --field (there: short,", _documents, path, error=DataError)
+
+
+def _mds(field: str = "text", **changes) -> Reader:
+    return MDS._replace(
+        write=lambda x: corpora.mds(x, **{"columns": COLUMNS} | changes), field=field
+    )
+
+
+def _megatron(**changes) -> Reader:
+    return Reader(lambda x: corpora.megatron(x, **changes), None)
+
+
+def _state(**state) -> Reader:
+    return _file("state.json", json.dumps(state).encode())
+
+
+def _lines(line: bytes) -> Reader:
+    return _file("a.jsonl", b'{"text": "good"}\n' + line + b"\n" + line)
+
+
+SHARD = "shard.00000.mds"
+BAD_COLUMNS = {"ids": ("ndarray:uint32", None, [b"\x08\1\1" + bytes(4)])}
+OBJECTS = "write an object on each line (jq -c"
+
+
+@pytest.mark.parametrize(
+    ("reader", "words"),
+    [
+        (_mds("body"), "no column 'body', only ids, number, pair, raw, text"),
+        (_mds("number"), "column 'number' of | has encoding 'int'"),
+        (_mds(version=1), "only MDS version 2"),
+        (_mds(format="json"), "only MDS version 2"),
+        (_mds(column_sizes=[None]), "columns without a name, an encoding or a size"),
+        (_mds(column_encodings=["pkl", "int", "int", "bytes", "str"]), "pickled columns"),
+        (_mds(samples=6), "does not hold the 6 samples"),
+        (_mds(samples=-1), "does not hold the -1 samples"),
+        (_mds(raw_data={"basename": "../x.mds", "bytes": 1}), "lists '../x.mds'"),
+        (_mds(zip_data={"basename": "/etc/x"}), "lists '/etc/x', outside its folder"),
+        (_mds(raw_data={"basename": "gone.mds", "bytes": 1}), "no shard at |gone.mds"),
+        (_mds(raw_data={"basename": SHARD, "bytes": 1}), "its index says 1"),
+        (_mds(raw_data={"basename": SHARD, "bytes": 2**40}), "a shard may have"),
+        (_mds(raw_data=None), "no index of MDS shards"),
+        (_mds(samples="x"), "no index of MDS shards"),
+        (_mds(pack=bytes, compression="br"), "has compression 'br'; only zstd is read"),
+        (_mds(pack=lambda x: zstandard.compress(b"xyz")), "holds 3 bytes, its index says"),
+        (_mds("ids", columns=BAD_COLUMNS), "sample 0 holds no one-dimensional array of uint32"),
+        (_megatron(magic=b"MMIDIDX\0\1"), "a.idx begins b'MMIDIDX\\x00\\x01', 1, 8; read"),
+        (_megatron(version=2), "a.idx begins b'MMIDIDX\\x00\\x00', 2, 8; read"),
+        (_megatron(code=7), "x00', 1, 7; |, 1, [1, 2, 3, 4, 5, 8]"),
+        (_megatron(counts=(2**60, 2**60)), "1152921504606846976 sequences"),
+        (_megatron(counts=(5, 4)), "has 114 bytes; 5 sequences and 4 documents take 126"),
+        (_megatron(starts=[0, 2, 2, 3]), "a.bin has 6 ids in 4 sequences, its documents 4 in 3"),
+        (_megatron(starts=[1, 2, 2, 4]), "does not fit |a.bin at document 0"),
+        (_megatron(starts=[0, 3, 2, 4]), "does not fit | at document 1"),
+        (_megatron(starts=[-4, 2, 2, 4]), "does not fit | at document 0"),
+        (_megatron(sizes=[3, -1, 2, 2]), "does not fit | at document 0"),
+        (_megatron(sizes=[3, 0, 1, 3]), "does not fit | at document 2"),
+        (_megatron(sizes=[3, 0, 1, 1]), "a.bin has 6 ids in 4 sequences, its documents 5 in 4"),
+        (_megatron(offsets=[0, 6, 8, 10]), "does not fit | at document 2"),
+        (_megatron(code=4), "does not fit | at document 2"),
+        (_state(), "state.json lists no files (KeyError"),
+        (_state(_data_files=3), "state.json lists no files (TypeError"),
+        (_state(_data_files=[{"filename": "../x.arrow"}]), "lists files elsewhere"),
+        (_state(_data_files=[{"filename": "gone.arrow"}]), "gone.arrow"),
+        (_state(_data_files=[], _indices_data_files=[1]), "or chosen rows of them"),
+        (_lines(b'{"text": "cut'), "line 2 is not JSON"),
+        (_lines(b'["text"]'), f"line 2 is no object but list; {OBJECTS}"),
+        (_lines(b"["), f"line 2 is not JSON (Exp|; {OBJECTS}"),
+        (_lines(b'{"text": {"a": 1}}'), "'text' is no text but dict; |or make one of its values"),
+        (_lines(b'{"body": "x", "id": 3}'), "line 2 has no field 'text'; |(there: body, id)"),
+        (_lines(b'{"text": ["x"]}'), "line 2: 'text' is no text but list"),
+        (_lines(b'{"text": "\\ud800"}'), "line 2: 'text' is no Unicode text"),
+        (_lines(b"[" * 200_000), "line 2 is not JSON (maximum recursion"),
+        (_file("a.jsonl", '{"text": "x"}'.encode("utf-16")), "1 of 1 lines |line 1 is not JSON"),
+        (_file("a.txt", "text".encode("utf-16")), "a.txt is UTF-16 text: make it UTF-8"),
+        *(
+            (_file("a.txt", pack(b"x")), "a.txt is packed, not text: unpack it")
+            for pack in (gzip.compress, bz2.compress, lzma.compress)
+        ),
+        (
+            _file("a.jsonl.bz2", b""),
+            "is of an unknown kind (known: *.txt, |name plain text a.jsonl.bz2.txt",
+        ),
+        (_file("a", b""), "a is of an unknown kind (known: *.txt, |name plain text a.txt"),
+    ],
+)
+def test_what_a_file_may_not_say(reader, tmp_path, words):
+    refused(words, _documents, reader.write(tmp_path), reader.field, error=DataError)

@@ -1,5 +1,6 @@
 """The examples, as their readers run them, and what they may get wrong; the trained model."""
 
+import re
 import runpy
 import shutil
 from pathlib import Path
@@ -9,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import refused
+from small_models import RECALL
 
-from ttcd_jax import BatchesConfig, RunConfig, train_run
-from ttcd_jax.data.synthetic.recall import RecallConfig
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax import RunConfig, load_run, train_run
+from ttcd_jax.errors import DataError
 from ttcd_jax.files import read_json
-from ttcd_jax.run.directory import RunDirectory, load_run
+from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.train.loop import MetricCallback
 
@@ -43,15 +45,14 @@ def counting(run, tmp_path_factory):
     return run_dir, run("train_on_your_iterator", run_dir)
 
 
-def test_a_run_learns_from_the_callers_iterator(counting):
-    losses = [record["loss"] for record in read_metrics(counting[0] / "metrics.jsonl")]
-    assert losses[-1] < losses[0]
-    assert load_run(counting[0]).step == 30
-    assert not (counting[0] / "config.gin").exists()
-
-
-def test_a_run_goes_on_with_another_method(counting, run, tmp_path, capsys):
+def test_a_run_learns_from_the_callers_iterator_and_goes_on_with_another_method(
+    counting, run, tmp_path, capsys
+):
     source, _ = counting
+    losses = [record["loss"] for record in read_metrics(source / "metrics.jsonl")]
+    assert losses[-1] < losses[0]
+    assert load_run(source).step == 30
+    assert not (source / "config.gin").exists()
     names = run("continue_from_checkpoint", source, tmp_path / "grown")
     assert f"starts from step 30 of {source}" in capsys.readouterr().out
     assert load_run(tmp_path / "grown").config.method == "ipttcd"
@@ -60,12 +61,9 @@ def test_a_run_goes_on_with_another_method(counting, run, tmp_path, capsys):
     train_run(config.replace(model=narrow, steps=1), tmp_path / "narrow", counting[1]["batches"])
     grown = names["grown"](str(tmp_path / "narrow"))
     assert grown.model.precision.param == "float32"
-    tokens = np.arange(20)[None] % 32
-    first = load_run(tmp_path / "grown", 0).model
-    theirs = load_run(source).model
-    np.testing.assert_array_equal(
-        *(jax.jit(model)(jax.numpy.asarray(tokens)) for model in (first, theirs))
-    )
+    models = load_run(tmp_path / "grown", 0).model, load_run(source).model
+    ours, theirs = (jax.jit(model)(jnp.arange(20)[None] % 32) for model in models)
+    np.testing.assert_array_equal(ours, theirs)
 
 
 def test_a_run_that_is_resumed_asks_for_the_batches_that_are_left(counting, tmp_path):
@@ -88,32 +86,20 @@ def test_a_run_that_is_resumed_asks_for_the_batches_that_are_left(counting, tmp_
     assert steps == [*range(1, 6)]
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (np.zeros((8, 24), int), r"the batch of step 1 is int64 \(8, 24\), not integers \(8, 25\)"),
-        (np.zeros((8, 25)), "is float64"),
-        (np.full((8, 25), 32), "token 32 at position 0, 0 is outside the vocabulary of 32"),
-    ],
-)
-def test_a_batch_that_does_not_fit_is_named(counting, tmp_path, batch, message):
-    with pytest.raises(DataError, match=message):
-        train_run(counting[1]["CONFIG"], tmp_path, lambda first_step: [batch])
-
-
-def test_batches_and_their_configuration_go_together(counting, tmp_path):
-    config = counting[1]["CONFIG"]
-    for batches in (None, [np.zeros((8, 25), int)]):
-        with pytest.raises(UserError, match="pass a function of the first step to"):
-            train_run(config, tmp_path / "a", batches)
-    with pytest.raises(UserError, match=r"is a RunConfig, not \{'steps': 3\}"):
-        train_run({"steps": 3}, tmp_path / "a")
-    recall = RecallConfig(num_slots=8, num_keys=4, num_values=4)
-    with pytest.raises(UserError, match=f"set {BatchesConfig.__name__} to pass them"):
-        train_run(config.replace(data=recall), tmp_path / "b", counting[1]["batches"])
-
-
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+def test_batches_that_do_not_fit_their_configuration_are_named(counting, tmp_path):
+    config, batches = counting[1]["CONFIG"], counting[1]["batches"]
+    for words, batch in (
+        ("the batch of step 1 is int64 (8, 24), not integers (8, 25)", np.zeros((8, 24), int)),
+        ("is float64", np.zeros((8, 25))),
+        ("token 32 at position 0, 0 is outside the vocabulary of 32", np.full((8, 25), 32)),
+    ):
+        with pytest.raises(DataError, match=re.escape(words)):
+            train_run(config, tmp_path, lambda first_step, x=batch: [x])
+    for none in (None, [np.zeros((8, 25), int)]):
+        refused("pass a function of the first step to", train_run, config, tmp_path / "a", none)
+    refused("is a RunConfig, not {'steps': 3}", train_run, {"steps": 3}, tmp_path / "a")
+    other = config.replace(data=RECALL)
+    refused("set BatchesConfig to pass them", train_run, other, tmp_path / "b", batches)
 
 
 @pytest.mark.parametrize("name", ["block_in_nnx", "block_in_linen", "fast_mlp_on_your_attention"])
@@ -144,9 +130,9 @@ def test_kernels_alone(run):
     assert all(float(jnp.abs(x).max()) > 0 for x in found["gradients"])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_example_fits_a_page(name):
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
+def test_an_example_fits_a_page():
+    lengths = {path.stem: path.read_text().count("\n") for path in EXAMPLES.glob("*.py")}
+    assert {name: length for name, length in lengths.items() if length > 60} == {}
 
 
 def test_wrong_inputs_are_refused_with_both_numbers():
@@ -160,16 +146,11 @@ def test_the_memory_helps_on_the_code_of_this_project(tmp_path):
     run_dir, text = tmp_path / "model", tmp_path / "text"
     shutil.copytree(MODEL, run_dir, ignore=shutil.ignore_patterns("eval"))
     text.mkdir()
-    for name in ("checkpoint", "step", "loss"):
-        shutil.copyfile(ROOT / "ttcd_jax" / "train" / f"{name}.py", text / f"{name}.txt")
-    commands.output(
-        *("evaluate", f"--run_dir={run_dir}", "--task=ppl", f"--text={text}", "--seq_len=4096")
-    )
-    series = read_json(run_dir / "eval" / "ppl" / "results.json")["series"]
-    on, off = (
-        {record["context"]: record["bits_per_byte"] for record in records}
-        for records in series.values()
-    )
+    shutil.copyfile(ROOT / "ttcd_jax" / "train" / "checkpoint.py", text / "checkpoint.txt")
+    flags = f"--run_dir={run_dir}", "--task=ppl", f"--text={text}", "--seq_len=4096"
+    commands.output("evaluate", *flags)
+    series = read_json(run_dir / "eval" / "ppl" / "results.json")["series"].values()
+    on, off = ({x["context"]: x["bits_per_byte"] for x in records} for records in series)
     assert on["2048-4095"] < off["2048-4095"] - 0.3
     assert on["all"] < off["all"] - 0.3
 

@@ -1,14 +1,15 @@
 """The end of a command: exit status, one line for a user's mistake, a traceback for ours."""
 
-import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import commands
+import jax
 import pytest
 
+from experiments.cli import keep_programs
 from ttcd_jax.units import printable
 
 PROGRAM = """
@@ -27,6 +28,7 @@ PROGRAM = """
     if __name__ == "__main__":
         cli.run(main)
 """
+JAX = "import jax.numpy as jnp; jnp.zeros(1)"
 
 
 @pytest.fixture
@@ -44,87 +46,63 @@ def command(tmp_path: Path):
     return run
 
 
-def test_success_prints_and_leaves_with_zero(command):
-    result = command("print(WIDTH.value, len(argv))", "--width=5")
-    assert (result.returncode, result.stdout, result.stderr) == (0, "5 1\n", "")
-
-
 @pytest.mark.parametrize(
-    ("body", "status", "line"),
+    ("body", "arguments", "status", "line"),
     [
-        ("raise UserError('steps 3\\n\\x1b[31mred')", 2, "error: steps 3\\n\\x1b[31mred\n"),
-        ("raise DataError('no text')", 3, "error: no text\n"),
-        ("raise CheckpointError('damaged')", 4, "error: damaged\n"),
-        ("from ttcd_kernels import dispatch as d; raise d.Unsupported('GPU')", 2, "error: GPU\n"),
-        ("open('/no/such')", 2, "error: /no/such: No such file or directory\n"),
-        ("raise KeyboardInterrupt", 130, "interrupted\n"),
-        (
-            "sys.path.insert(0, '/nowhere'); import absent.part",
-            2,
-            "error: this needs absent, which is missing: pip install absent\n",
-        ),
+        ("raise UserError('steps 3\\n\\x1b[31mred')", "", 2, "error: steps 3\\n\\x1b[31mred\n"),
+        ("raise DataError('no text')", "", 3, "error: no text\n"),
+        ("raise CheckpointError('damaged')", "", 4, "error: damaged\n"),
+        ("from ttcd_kernels import dispatch as d; raise d.Unsupported('GPU')", "", 2, "error: GPU"),
+        ("open('/no/such')", "", 2, "error: /no/such: No such file or directory\n"),
+        ("raise KeyboardInterrupt", "", 130, "interrupted\n"),
+        ("sys.path.insert(0, '/x'); import absent.part", "", 2, "error: this needs absent, which "),
+        ("raise RuntimeError('RESOURCE_EXHAUSTED: 9\\nmore')", "", 6, "error: out of memory (RES"),
+        ("bytearray(2**62)", "", 6, "error: out of memory (): take a smaller batch, "),
+        ("pass", "--name=", 2, "error: --name is empty, as after a shell variable that is not set"),
+        ("pass", "--name=gs://bucket/x", 2, "error: --name 'gs://bucket/x' is in a bucket"),
+        ("pass", "--names=a,s3://b/x", 2, "error: --names 's3://b/x' is in a bucket"),
+        ("pass", "--names=", 2, "error: --names is empty"),
+        ("pass", "''", 2, "error: an argument is empty"),
+        ("pass", "--widht=3", 2, "error: Unknown command line flag 'widht'. Did you mean: width"),
+        ("pass", "--width=three", 2, "error: flag --width=three: invalid literal"),
+        ("pass", "leftover", 2, "error: unexpected argument 'leftover'; options are written --na"),
+        (JAX, "JAX_PLATFORMS=foo", 2, "error: Unable to initialize backend 'foo': "),
+        (JAX, "JAX_PLATFORMS=cuda", 2, "error: JAX_PLATFORMS=cuda has no device here: unset it"),
+        (JAX, "JAX_DISABLE_JIT=1", 2, "error: JAX_DISABLE_JIT is set, and programs here are "),
+        (JAX, "JAX_ENABLE_X64=maybe", 2, "error: invalid truth value 'maybe' for environment 'J"),
     ],
 )
-def test_an_end_that_is_no_defect_of_ours_is_one_line_and_a_status(command, body, status, line):
-    result = command(body)
-    assert (result.returncode, result.stderr) == (status, line)
+def test_an_end_that_is_no_defect_of_ours_is_one_line_and_a_status(
+    command, monkeypatch, body, arguments, status, line
+):
+    if arguments.startswith("JAX"):
+        monkeypatch.setenv(*arguments.split("="))
+        arguments = ""
+    result = command(body, *(x.strip("'") for x in arguments.split()))
+    assert (result.returncode, result.stderr.count("\n")) == (status, 1)
+    assert result.stderr.startswith(line)
+    assert status != 6 or "launch --dry_run " in result.stderr
 
 
 @pytest.mark.parametrize(
-    "body", ["raise RuntimeError('RESOURCE_EXHAUSTED: 9 bytes\\nmore')", "bytearray(2**62)"]
-)
-def test_exhausted_memory_is_one_line_with_the_remedy(command, body):
-    result = command(body)
-    assert result.returncode == 6
-    assert re.fullmatch(
-        r"error: out of memory \(.*\): take .* launch --dry_run .*\n", result.stderr
-    )
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
+    ("body", "words"),
     [
-        ("--name=", "error: --name is empty, as after a shell variable that is not set"),
-        ("--name=gs://bucket/x", "error: --name 'gs://bucket/x' is in a bucket"),
-        ("--names=a,s3://b/x", "error: --names 's3://b/x' is in a bucket"),
-        ("--names=", "error: --names is empty"),
-        ("", "error: an argument is empty"),
+        ("raise ValueError('shape')", "ValueError: shape"),
+        ("raise BrokenPipeError('worker')", "BrokenPipeError: worker"),  # not our output
+        ("raise ImportError('name')", "ImportError: name"),
+        ("import jax; assert not argv", "AssertionError"),
     ],
 )
-def test_empty_flags_and_buckets_are_refused(command, argument, message):
-    result = command("pass", argument)
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert result.stderr.startswith(message)
-
-
-@pytest.mark.parametrize(
-    "error",
-    ["ValueError('shape')", "BrokenPipeError('worker')", "ImportError('name')"],
-)
-def test_our_own_defect_keeps_its_traceback(command, error):
-    result = command(f"raise {error}")  # the pipe is not our output
+def test_our_own_defect_keeps_its_traceback(command, body, words):
+    result = command(body)
     assert result.returncode == 1
     assert "Traceback" in result.stderr
-    kind, text = error.removesuffix("')").split("('")
-    assert f"{kind}: {text}" in result.stderr
+    assert words in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("argument", "expected"),
-    [
-        ("--widht=3", "error: Unknown command line flag 'widht'. Did you mean: width"),
-        ("--width=three", "error: flag --width=three: invalid literal"),
-        ("leftover", "error: unexpected argument 'leftover'; options are written --name=value"),
-    ],
-)
-def test_wrong_flags_are_one_line_and_exit_code_two(command, argument, expected):
-    result = command("pass", argument)
-    assert result.returncode == 2
-    assert result.stderr.startswith(expected)
-    assert result.stderr.count("\n") == 1
-
-
-def test_help_succeeds_without_loading_jax(command):
+def test_success_and_help_leave_with_zero_without_loading_jax(command):
+    result = command("print(WIDTH.value, len(argv))", "--width=5")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "5 1\n", "")
     result = command("pass", "--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert "--width: How wide." in result.stdout
@@ -139,6 +117,7 @@ def test_help_succeeds_without_loading_jax(command):
         ("evaluate --help --task=final_block", "documents have `min_doc_tokens`"),
         ("bench step --help", "--rounds=5"),
         ("evaluate --help", ""),
+        ("launch --help", ""),
         ("evaluate --task=absent --help", ""),
     ],
 )
@@ -146,6 +125,7 @@ def test_help_has_the_options_of_what_is_chosen(line, expected):
     shown = commands.output(*line.split())
     assert ("options and their defaults:" in shown) == bool(expected)
     assert expected.lower() in shown.lower()
+    assert ("--distributed" in shown) == line.startswith(("evaluate", "launch"))
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -157,53 +137,21 @@ def test_a_reader_that_goes_away_is_no_error(command, arguments, unbuffered, mon
     assert (result.returncode, result.stderr) == (141, "")
 
 
-def test_closed_standard_streams_are_opened_on_nothing(command, tmp_path):
-    body = "print(1); file = open('file.txt', 'w'); file.write('mine'); file.close()"
-    body = body.replace("file.txt", str(tmp_path / "file.txt"))
+def test_standard_streams_may_be_closed_or_on_a_full_disk(command, tmp_path):
+    file = tmp_path / "file.txt"
+    body = f"print(1); file = open({str(file)!r}, 'w'); file.write('mine'); file.close()"
     assert command(body, shell="<&- >&-").returncode == 0
-    assert (tmp_path / "file.txt").read_text() == "mine"
-
-
-def test_output_on_a_full_disk_is_one_line(command):
+    assert file.read_text() == "mine"
     result = command("print(1)", shell="> /dev/full")
     assert result.returncode == 6
     assert result.stderr == "error: [Errno 28] No space left on device: make room\n"
-
-
-def test_an_error_that_cannot_be_printed_keeps_its_status(command):
     assert command("raise DataError('no such file')", shell="2> /dev/full").returncode == 3
 
 
-def test_control_characters_are_escaped():
+def test_control_characters_are_escaped_where_text_leaves():
     assert printable("café \x1b[2J\u202e\n\udcff") == "café \\x1b[2J\\u202e\\n\\udcff"
     for mark in "\x9b\u061c\u200f\u2028\u2029\u2066\u2069\ud800":
         assert printable(mark) == mark.encode("unicode_escape").decode()
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "line"),
-    [
-        ("JAX_PLATFORMS", "foo", "error: Unable to initialize backend 'foo': "),
-        ("JAX_PLATFORMS", "cuda", "error: JAX_PLATFORMS=cuda has no device here: unset it"),
-        ("JAX_DISABLE_JIT", "1", "error: JAX_DISABLE_JIT is set, and programs here are compiled"),
-        ("JAX_ENABLE_X64", "maybe", "error: invalid truth value 'maybe' for environment 'JAX_"),
-    ],
-)
-def test_a_variable_with_which_jax_cannot_start_is_one_line(
-    command, monkeypatch, variable, value, line
-):
-    monkeypatch.setenv(variable, value)
-    result = command("import jax.numpy as jnp; jnp.zeros(1)")
-    assert result.stderr.startswith(line)
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-
-
-def test_a_failed_assertion_of_ours_keeps_its_traceback(command):
-    result = command("import jax; assert not argv")
-    assert (result.returncode, "Traceback" in result.stderr) == (1, True)
-
-
-def test_control_characters_are_escaped_where_text_leaves():
     code = (
         "import sys; from absl import logging; from experiments import cli; "
         "cli.open_standard_streams();"
@@ -213,3 +161,28 @@ def test_control_characters_are_escaped_where_text_leaves():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert done.stdout == b"a\\x1b]0;x\\x07\\u202e\\udcff\tb\n\r\x1b[Kd"
     assert b"c\\x1b[2J\n" in done.stderr
+
+
+def test_a_named_folder_goes_before_the_environment_and_that_before_the_users_cache(
+    monkeypatch, tmp_path
+):
+    before = jax.config.jax_compilation_cache_dir
+
+    def chosen(directory, **variables):
+        for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        keep_programs(directory)
+        return jax.config.jax_compilation_cache_dir
+
+    try:
+        assert chosen(None, XDG_CACHE_HOME="a") == "a/ttcd_jax"
+        assert chosen(None, HOME="/home/b") == "/home/b/.cache/ttcd_jax"
+        jax.config.update("jax_compilation_cache_dir", "named")  # as jax does when it starts
+        named = {"JAX_COMPILATION_CACHE_DIR": "named"}
+        assert chosen(None, **named) == "named"
+        assert chosen(str(tmp_path), **named) == str(tmp_path)
+        assert chosen("", **named) is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

@@ -24,6 +24,11 @@ SBATCH_OPTIONS = {
     *("signal", "requeue", "open-mode", "output"),
 }
 RESUME_ME, KILLED = 75, 137
+JOBSET = yaml.safe_load((ROOT / "experiments/cluster/jobset.yaml").read_text())
+(REPLICATED,) = JOBSET["spec"]["replicatedJobs"]
+JOB = REPLICATED["template"]["spec"]
+POD = JOB["template"]["spec"]
+(CONTAINER,) = POD["containers"]
 STUB = """#!/usr/bin/env bash
 echo "$(basename "$0")" "$@" >>"$CALLS"
 [[ $(basename "$0") == srun ]] && exit "$STATUS"
@@ -38,27 +43,13 @@ def sbatch(tmp_path):
         (tmp_path / name).chmod(0o755)
 
     def run(*arguments, srun_status=0, **environment):
-        environment |= {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "CALLS": str(tmp_path / "calls"),
-            "STATUS": str(srun_status),
-            "SLURM_CPUS_PER_TASK": "64",
-            "SLURM_JOB_ID": "5",
-        }
+        environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "STATUS": str(srun_status)}
+        environment |= {"CALLS": str(tmp_path / "calls")}
+        environment |= {"SLURM_CPUS_PER_TASK": "64", "SLURM_JOB_ID": "5"}
         result = subprocess.run(["bash", SBATCH, *arguments], env=environment, timeout=60)
         return result.returncode, (tmp_path / "calls").read_text().splitlines()
 
     return run
-
-
-@pytest.fixture(scope="module")
-def jobset():
-    return yaml.safe_load((ROOT / "experiments/cluster/jobset.yaml").read_text())
-
-
-@pytest.fixture
-def pod(jobset):
-    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
 
 def _launch_flags(command):
@@ -68,20 +59,16 @@ def _launch_flags(command):
         "import sys; from experiments import launch; flags = launch.FLAGS; flags(sys.argv);"
         "print(flags.gin, flags.run_dir, flags.distributed)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program, *command[3:]], cwd=ROOT, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    return tuple(result.stdout.split())
+    line = [sys.executable, "-c", program, *command[3:]]
+    return tuple(subprocess.check_output(line, cwd=ROOT, text=True).split())
 
 
 def test_slurm_starts_the_launch_on_every_node(sbatch):
     status, (call,) = sbatch("--gin=ipttcd_760m.gin", "--run_dir=runs/a")
     assert status == 0
-    srun, cpus, python, *rest = call.split()
-    assert (srun, cpus) == ("srun", "--cpus-per-task=64")
-    assert python == ".venv/bin/python"
-    flags = _launch_flags(["python", *rest])
+    *line, python, dash, module = call.split()[:5]
+    assert (line, python) == (["srun", "--cpus-per-task=64"], ".venv/bin/python")
+    flags = _launch_flags(["python", dash, module, *call.split()[5:]])
     assert flags == ("ipttcd_760m.gin", "runs/a", "slurm")
 
 
@@ -108,29 +95,23 @@ def test_slurm_requeues_what_goes_on_from_its_checkpoint(sbatch, status, restart
     assert calls[1:] == (["scontrol requeue 5"] if is_requeued else [])
 
 
-def test_a_jobset_is_one_indexed_job_with_a_pod_per_process(jobset, pod):
-    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    (replicated,) = jobset["spec"]["replicatedJobs"]
-    job = replicated["template"]["spec"]
-    assert replicated["replicas"] == 1
-    assert job["completionMode"] == "Indexed"
-    assert job["parallelism"] == job["completions"]
-    (container,) = pod["containers"]
-    assert str(job["completions"]) in [entry.get("value") for entry in container["env"]]
-    volumes = {volume["name"] for volume in pod["volumes"]}
-    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-    _, run_dir, distributed = _launch_flags(container["command"] + container["args"])
-    assert any(run_dir.startswith(mount["mountPath"]) for mount in container["volumeMounts"])
+def test_a_jobset_is_one_indexed_job_with_a_pod_per_process():
+    assert (JOBSET["apiVersion"], JOBSET["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert (REPLICATED["replicas"], JOB["completionMode"]) == (1, "Indexed")
+    assert JOB["parallelism"] == JOB["completions"]
+    assert str(JOB["completions"]) in [entry.get("value") for entry in CONTAINER["env"]]
+    mounts = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in POD["volumes"]}
+    _, run_dir, distributed = _launch_flags(CONTAINER["command"] + CONTAINER["args"])
+    assert run_dir.startswith(tuple(mounts.values()))
     assert distributed == "jobset"
 
 
-def test_the_jobset_and_the_slurm_job_have_64_devices_over_which_the_recipe_is_sharded(jobset, pod):
-    (container,) = pod["containers"]
-    nodes = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["completions"]
-    assert nodes * container["resources"]["limits"]["nvidia.com/gpu"] == 64
+def test_the_jobset_and_the_slurm_job_have_64_devices_over_which_the_recipe_is_sharded():
+    assert JOB["completions"] * CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == 64
     options = dict(re.findall(r"^#SBATCH --(\S+)=(\S+)$", SBATCH.read_text(), re.MULTILINE))
     assert int(options["nodes"]) * int(options["gpus-per-node"]) == 64
-    flags = [flag.split("=", 1) for flag in container["args"]]
+    flags = [flag.split("=", 1) for flag in CONTAINER["args"]]
     (gin,), params = ([y for x, y in flags if x == name] for name in ("--gin", "--param"))
     config = load_config(RunConfig, gin, params, config_dir=CONFIG_DIR)
     sizes = layout.mesh_config(config, 64).sizes(64)
@@ -139,42 +120,31 @@ def test_the_jobset_and_the_slurm_job_have_64_devices_over_which_the_recipe_is_s
     assert (layout.num_parts(config, mesh), config.model.remat) == (1, "block")
 
 
-def test_a_jobsets_pods_find_their_coordinator(jobset, pod):
-    (replicated,) = jobset["spec"]["replicatedJobs"]
-    name = jobset["metadata"]["name"]
-    annotations = {
-        "jobset.sigs.k8s.io/jobset-name": name,
-        "jobset.sigs.k8s.io/replicatedjob-name": replicated["name"],
-    }
-    (container,) = pod["containers"]
+def test_a_jobsets_pods_find_their_coordinator():
+    name = JOBSET["metadata"]["name"]
+    annotations = {"jobset-name": name, "replicatedjob-name": REPLICATED["name"]}
     environ = {"JOB_COMPLETION_INDEX": "3"}  # Kubernetes sets it in pods of an indexed Job
-    for entry in container["env"]:
+    for entry in CONTAINER["env"]:
         path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
-        annotation = re.fullmatch(r"metadata\.annotations\['(.*)'\]", path)
-        environ[entry["name"]] = annotations[annotation[1]] if annotation else entry["value"]
-    count = replicated["template"]["spec"]["completions"]
-    (port,) = [entry["containerPort"] for entry in container["ports"]]
-    found = detect("jobset", environ)
-    assert found is not None
-    assert found[1:] == (f"{name}-{replicated['name']}-0-0.{name}", port, count, 3)
+        found = re.fullmatch(r"metadata\.annotations\['jobset\.sigs\.k8s\.io/(.*)'\]", path)
+        environ[entry["name"]] = annotations[found[1]] if found else entry["value"]
+    (port,) = [entry["containerPort"] for entry in CONTAINER["ports"]]
+    host = f"{name}-{REPLICATED['name']}-0-0.{name}"
+    assert detect("jobset", environ)[1:] == (host, port, JOB["completions"], 3)
 
 
-def test_a_jobset_restarts_without_limit_after_a_signal_only(jobset, pod):
-    policy = jobset["spec"]["failurePolicy"]
+def test_a_jobset_restarts_without_limit_after_a_signal_only():
+    policy = JOBSET["spec"]["failurePolicy"]
     assert policy["maxRestarts"] > 0
     (rule,) = policy["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
-    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
-    assert job["backoffLimit"] == 0
-    exit_rule, disruption = job["podFailurePolicy"]["rules"]
+    assert JOB["backoffLimit"] == 0
+    exit_rule, disruption = JOB["podFailurePolicy"]["rules"]
     assert exit_rule["action"] == disruption["action"] == "FailJob"
-    assert exit_rule["onExitCodes"] == {
-        "containerName": pod["containers"][0]["name"],
-        "operator": "In",
-        "values": [RESUME_ME],
-    }
+    codes = {"containerName": CONTAINER["name"], "operator": "In", "values": [RESUME_ME]}
+    assert exit_rule["onExitCodes"] == codes
     assert disruption["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     # A pod failure policy needs both: no restart of a container, and time to save.
-    assert pod["restartPolicy"] == "Never"
-    assert pod["terminationGracePeriodSeconds"] >= 60
+    assert POD["restartPolicy"] == "Never"
+    assert POD["terminationGracePeriodSeconds"] >= 60

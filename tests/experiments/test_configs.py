@@ -1,3 +1,5 @@
+"""The recipes: every one builds and is sharded, with the published sizes and budgets."""
+
 import math
 import re
 from pathlib import Path
@@ -6,7 +8,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from ttcd_jax.data.mixture import RecordsConfig
+from ttcd_jax.data.sources import RecordsConfig
 from ttcd_jax.run import build, start
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
@@ -81,27 +83,23 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
 def test_every_recipe_divides_among_devices(name):
     config = load(name)
     mesh = AbstractMesh((1, 2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4)
-    state = build.Program(config, mesh).state
-    stored = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(state)
-    )
+    leaves = jax.tree.leaves(build.Program(config, mesh).state)
+    stored = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
     # All but small vectors, and LaCT's fast weights, is in eight parts.
     share = 1.2 if "lact" in name else 1.02
-    assert stored < share * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)) / 8
+    assert stored < share * sum(math.prod(leaf.shape) for leaf in leaves) / 8
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_the_published_size_and_budget(name):
     config = load(name)
-    size = "760m" if "760m" in name else "340m"
-    dim, num_heads, mlp_dim, rows, billions = PUBLISHED_SIZES[size]
+    dim, num_heads, mlp_dim, rows, billions = PUBLISHED_SIZES["760m" if "760m" in name else "340m"]
     model = config.model
     assert (model.dim, model.num_heads, model.mlp_dim) == (dim, num_heads, mlp_dim)
     assert (model.num_layers, model.vocab_size, model.has_tied_head) == (24, 129_280, True)
     assert model.rope.base == 1e6
-    expected = PUBLISHED_PARAMS.get(name.removesuffix(".gin"))
-    if expected is not None:
-        assert num_params(config.model) == expected
+    count = num_params(config.model)
+    assert count == PUBLISHED_PARAMS.get(name.removesuffix(".gin"), count)
     assert (config.data.seq_len, config.batch_size) == (32_768, rows)
     tokens = config.steps * config.batch_size * config.data.seq_len
     assert abs(tokens / (billions * 1e9) - 1) < 0.01
@@ -180,21 +178,14 @@ def test_continued_training_has_the_published_sizes_and_budget(name):
 
 
 def test_a_recipe_takes_token_records_mixed_8_to_2():
-    data = RecordsConfig(
-        paths="DIR",
-        folders=("long_data_collections", "books"),
-        weights=(8, 2),
-        seq_len=32_768,
-    )
+    folders = ("long_data_collections", "books")
+    data = RecordsConfig(paths="DIR", folders=folders, weights=(8, 2), seq_len=32_768)
     assert load("ipttcd_760m.gin", "RECORDS='DIR'").data == data
 
 
-FILES = sorted(str(path.relative_to(CONFIG_DIR)) for path in CONFIG_DIR.rglob("*.gin"))
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_every_file_is_short_and_starts_with_a_header(name):
-    lines = (CONFIG_DIR / name).read_text().splitlines()
+@pytest.mark.parametrize("path", sorted(CONFIG_DIR.rglob("*.gin")), ids=lambda path: path.stem)
+def test_every_file_is_short_and_starts_with_a_header(path):
+    lines = path.read_text().splitlines()
     assert lines[0].startswith("# ")
     bindings = [line for line in lines if line and not line.startswith(("#", "include"))]
     keys = [line.split("=")[0].strip() for line in bindings]

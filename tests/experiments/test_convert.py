@@ -1,7 +1,6 @@
 """Commands end to end: a reference checkpoint is imported, evaluated, trained on and exported."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -126,110 +125,51 @@ def _bytes(folder):
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_copy_of_a_run_is_no_import_and_has_no_dtype(imported, tmp_path):
-    flags = "--format=run", imported[0], tmp_path / "out"
-    assert "needs no import" in commands.refused("convert", "import", *flags)
-    line = ("convert", "export", *flags, "--dtype=float16")
-    assert "--dtype is no option of export --format=run" in commands.refused(*line)
-
-
-def test_an_export_of_any_size_is_imported_and_readable_by_all(tmp_path):
-    """18 layers make a header whose length begins as a pickle does."""
-    model = MODEL.replace(num_layers=18, fast_layers=tuple(range(18)))
-    params = nnx.to_pure_dict(nnx.state(Transformer(model, rngs=nnx.Rngs(0)), nnx.Param))
-    tensors, text = export_reference(params, model)
-    (tmp_path / "out").mkdir()
-    (file,) = write_safetensors(tmp_path / "out", tensors)
-    (tmp_path / "out" / "config.json").write_text(text)
-    assert file.read_bytes()[0] == 0x80
-    assert file.stat().st_mode & 0o777 == 0o666 & ~_umask()
-    commands.output(*IMPORT, tmp_path / "out", tmp_path / "run")
-    commands.output(*EXPORT, tmp_path / "run", tmp_path / "again")
-    again = tmp_path / "again" / SINGLE
-    assert again.read_bytes() == file.read_bytes()
-    assert again.stat().st_mode & 0o777 == 0o666 & ~_umask()
-
-
-def _umask() -> int:
-    os.umask(before := os.umask(0))
-    return before
-
-
-def test_training_continues_with_another_method_and_lists_what_it_draws(imported, text, tmp_path):
-    output = _launch(
-        *(tmp_path / "run", f"START='{imported[0]}'", f"TEXT='{text}'", "STEPS=1"),
-        *("TransformerConfig.method='ipttt'", "TransformerConfig.fast_layers=(0, 1)"),
-        *("TransformerConfig.memory=@TargetMemoryConfig()", "TargetMemoryConfig.chunk_size=4"),
-        "RunConfig.start_drops=('layers/1/mlp/rate', 'layers/1/mlp/*_conv')",
-    )
-    assert "\n  initialised: layers/0/mlp/proj\n" in output
-    assert "\n  dropped: layers/1/mlp/rate\n" in output
-    assert "trained 1 steps" in output
-
-
-def test_a_run_that_starts_from_another_model_is_refused(imported, text, tmp_path):
-    base = ("launch", "--gin=text.gin", f"--run_dir={tmp_path / 'run'}", f"--param=TEXT='{text}'")
-    start = f"--param=RunConfig.start_from='{imported[0]}'"
-    message = commands.refused(*base, start, status=4)
-    assert "embedding (258, 8) not (258, 128)" in message
-    message = commands.refused(*base, f"--param=RunConfig.start_from='{tmp_path}'")
-    assert "config.json" in message
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_tokenizer_is_copied(checkpoint, tmp_path):
-    folder, run_dir = tmp_path / "in", tmp_path / "run"
-    shutil.copytree(checkpoint, folder)
-    (folder / "tokenizer.json").write_text(train_tokenizer([b"the dog"], MODEL.vocab_size))
-    expected = JsonTokenizer(str(folder / "tokenizer.json")).encode("the dog")
-    commands.output(*IMPORT, folder, run_dir)
-    (folder / "tokenizer.json").unlink()
-    run_dir.rename(tmp_path / "moved")
-    tokenizer = load_run(tmp_path / "moved").tokenizer
-    assert tokenizer is not None
-    np.testing.assert_array_equal(tokenizer.encode("the dog"), expected)
-
-
-def test_tokens_that_the_model_lacks_are_refused_where_they_occur(checkpoint, tmp_path):
-    shutil.copytree(checkpoint, folder := tmp_path / "theirs")
+def test_a_tokenizer_is_copied_and_a_text_with_tokens_that_the_model_lacks_refused(
+    checkpoint, text, tmp_path
+):
+    shutil.copytree(checkpoint, folder := tmp_path / "in")
     tokenizer = json.loads(train_tokenizer([b"the dog"], MODEL.vocab_size))
     pad = {"id": MODEL.vocab_size, "content": "<pad>"}
     tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | pad)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    expected = JsonTokenizer(str(folder / "tokenizer.json")).encode("the dog")
     found = commands.output(*IMPORT, folder, tmp_path / "run")
     assert f"the model {MODEL.vocab_size}: a text with one of the others is refused" in found
-    assert load_run(tmp_path / "run").tokenizer is not None
-
-
-def test_without_a_tokenizer_text_cannot_be_evaluated(imported, text, tmp_path):
-    run_dir = tmp_path / "run"
-    shutil.copytree(imported[0], run_dir)
+    (folder / "tokenizer.json").unlink()
+    run_dir = (tmp_path / "run").rename(tmp_path / "moved")
+    np.testing.assert_array_equal(load_run(run_dir).tokenizer.encode("the dog"), expected)
     config = json.loads((run_dir / "config.json").read_text())
     del config["data"]["tokenizer"], config["sha256"]
     (run_dir / "config.json").write_text(json.dumps(sealed(config)))
-    arguments = (f"--run_dir={run_dir}", "--task=ppl", f"--text={text}")
-    assert "--tokenizer" in commands.refused("evaluate", *arguments)
+    line = (*EVALUATE, f"--run_dir={run_dir}", f"--text={text}")
+    assert "--tokenizer" in commands.refused(*line)
 
 
-def test_a_refused_import_leaves_nothing(checkpoint, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(checkpoint, broken)
-    with (broken / SINGLE).open("r+b") as stream:
+def test_what_is_refused_leaves_nothing(imported, checkpoint, text, tmp_path):
+    for name in ("short", "infinite", "full"):
+        shutil.copytree(checkpoint, tmp_path / name)
+    with (tmp_path / "short" / SINGLE).open("r+b") as stream:
         stream.truncate(5000)
-    assert SINGLE in commands.refused(*IMPORT, broken, tmp_path / "run", status=3)
     tensors = dict(open_weights(checkpoint))
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * np.nan
-    write_safetensors(broken, tensors)
-    message = commands.refused(*IMPORT, broken, tmp_path / "run", status=3)
-    assert message.startswith("error: tensor 'model.norm.weight' of")
-    full = tmp_path / "full"
-    full.mkdir()
-    (full / "mine").touch()
-    assert "not an empty folder" in commands.refused(*IMPORT, checkpoint, full)
-    message = commands.refused(*IMPORT, checkpoint, tmp_path / "run", "--dtype=float16")
-    assert "--dtype is no option of import" in message
-    assert "FROM is missing" in commands.refused(*IMPORT)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "full"]
+    write_safetensors(tmp_path / "infinite", tensors)
+    out, run_dir = tmp_path / "out", imported[0]
+    launch = ("launch", "--gin=text.gin", f"--run_dir={out}", f"--param=TEXT='{text}'")
+    copied = ("--format=run", run_dir, out)
+    for words, status, *line in (
+        (SINGLE, 3, *IMPORT, tmp_path / "short", out),
+        ("error: tensor 'model.norm.weight' of", 3, *IMPORT, tmp_path / "infinite", out),
+        ("not an empty folder", 2, *IMPORT, checkpoint, tmp_path / "full"),
+        ("--dtype is no option of import", 2, *IMPORT, checkpoint, out, "--dtype=float16"),
+        ("FROM is missing", 2, *IMPORT),
+        ("needs no import", 2, "convert", "import", *copied),
+        ("--dtype is no option of export", 2, "convert", "export", *copied, "--dtype=float16"),
+        ("(258, 8) not (258, 128)", 4, *launch, f"--param=RunConfig.start_from='{run_dir}'"),
+        ("config.json", 2, *launch, f"--param=RunConfig.start_from='{tmp_path}'"),
+    ):
+        assert words in commands.refused(*line, status=status)
+    assert not out.exists()
 
 
 def test_a_stopped_import_leaves_nothing(checkpoint, tmp_path):

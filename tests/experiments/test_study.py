@@ -1,6 +1,7 @@
 """Studies: several recipes with several seeds, compared on the same held-out text."""
 
 import json
+import re
 import types
 from pathlib import Path
 
@@ -8,32 +9,31 @@ import commands
 import numpy as np
 import pytest
 import tiny_run
+from checks import refused
 
 from experiments.cli import CONFIG_DIR
 from experiments.study import runs
-from experiments.study.page import write_study
-from experiments.study.runs import StudyConfig
+from experiments.study.runs import StudyConfig, write_study
 from ttcd_jax.data.corpus import CorpusConfig, load_documents
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.errors import DataError
+from ttcd_jax.files import write_whole
 from ttcd_jax.measure.by_document import means_over_documents
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.directory import RunDirectory
 
-BASE = """
-include 'data/text_bytes.gin'
-include 'train/adamw_short.gin'
-STEPS = 1
-RunConfig.steps = %STEPS
-CorpusConfig.path = '{corpus}'
-TextConfig.seq_len = 32
-TransformerConfig.vocab_size = 258
-"""
-BASE += "\n".join(x for x in tiny_run.BINDINGS if "fast_layers" not in x and "Memory" not in x)
-METHODS = {
-    "base": "include 'method/swa.gin'",
-    "other": "include 'method/ipttcd_short_budget.gin'\nTransformerConfig.fast_layers = (0,)\n"
-    "MemoryConfig.chunk_size = 4",
-    "third": "TransformerConfig.method = 'full'\nTransformerConfig.window = None",
+INCLUDED = ("data/text_bytes.gin", "train/adamw_short.gin")
+BINDINGS = (
+    *("STEPS=1", "RunConfig.steps=%STEPS", "TextConfig.seq_len=32"),
+    *("TransformerConfig.vocab_size=258", "CorpusConfig.path='{folder}/corpus'"),
+    *(x for x in tiny_run.BINDINGS if not re.search("fast_layers|Memory|[.]window=", x)),
+)
+METHODS = {  # what each includes and binds
+    "base": ("method/swa.gin", "TransformerConfig.window=8"),
+    "other": (
+        *("method/ipttcd_short_budget.gin", "TransformerConfig.window=8"),
+        *("TransformerConfig.fast_layers=(0,)", "MemoryConfig.chunk_size=4"),
+    ),
+    "third": (None, "TransformerConfig.method='full'", "TransformerConfig.window=None"),
 }
 STUDY = """
 StudyConfig.recipes = ('{folder}/base.gin', '{folder}/other.gin')
@@ -53,18 +53,13 @@ Recurrence.reach = 8
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
     rng = np.random.default_rng(0)
-    for split, count in (("train", 3), ("validation", 2)):
-        (folder / "corpus" / split).mkdir(parents=True)
-        for i in range(count):
-            text = "".join(rng.choice([*"abc "], 230))
-            (folder / "corpus" / split / f"{i}.txt").write_text(text)
-    for name, method in METHODS.items():
-        # Includes come first.
-        base = BASE.format(corpus=folder / "corpus")
-        if name == "third":
-            base = base.replace("TransformerConfig.window=8\n", "")
-        include, _, rest = method.partition("\n") if "include" in method else ("", "", method)
-        (folder / f"{name}.gin").write_text(f"{include}\n{base}\n{rest}\n")
+    for path in ("train/0", "train/1", "train/2", "validation/0", "validation/1"):
+        text = "".join(rng.choice([*"abc "], 230))
+        write_whole(folder / "corpus" / f"{path}.txt", text)
+    for name, (method, *bindings) in METHODS.items():
+        lines = [f"include '{file}'" for file in (method, *INCLUDED) if file]
+        lines += [x.format(folder=folder) for x in (*BINDINGS, *bindings)]
+        (folder / f"{name}.gin").write_text("\n".join(lines))
     (folder / "study.gin").write_text(STUDY.format(folder=folder))
     return folder
 
@@ -137,16 +132,19 @@ def test_tables_are_means_of_seeds_and_paired_differences(computed):
     assert "other, off (eta = 0)" in page
 
 
-def test_results_of_other_pieces_and_settings_are_not_shown_again(computed, folder):
-    path, _ = computed
-    config = _study(folder)
-    task, file = config.evaluations[0], path / "base-3/eval/position.base-corpus/results.json"
-    for params, is_done in (((), True), (["StudyConfig.max_pieces=4"], False)):
-        texts = runs.held_out_texts(_study(folder, *params), [], path)["corpus"]
-        assert len([*texts.iterdir()]) == (6 if is_done else 4)
-        assert runs._is_done(task, file, texts) == is_done
-    with pytest.raises(UserError, match="of another configuration: steps: 1 -> 2; choose"):
-        runs.compute(config, "base", 3, ["RunConfig.steps=2"], {}, path)
+def test_results_of_other_pieces_and_settings_are_not_shown_again(computed, folder, monkeypatch):
+    (path, _), evaluated = computed, []
+    done = types.SimpleNamespace(returncode=0, write=list)
+    monkeypatch.setattr(runs, "subprocess", types.SimpleNamespace(run=lambda *_, **__: done))
+    monkeypatch.setattr(runs, "evaluate", lambda task, *_: evaluated.append(task.name) or done)
+    for params, names in (((), []), (["StudyConfig.max_pieces=4"], ["position", "recurrence"])):
+        config = _study(folder, *params)
+        texts = runs.held_out_texts(config, [], path)
+        assert len([*texts["corpus"].iterdir()]) == config.max_pieces
+        runs.compute(config, "base", 3, [], texts, path)
+        assert evaluated == names
+    changed = config, "base", 3, ["RunConfig.steps=2"], {}, path
+    refused("of another configuration: steps: 1 -> 2; choose", runs.compute, *changed)
 
 
 def test_damaged_results_are_one_line(computed, folder):
@@ -154,23 +152,24 @@ def test_damaged_results_are_one_line(computed, folder):
     file = path / "base-3" / "eval" / "position.base-corpus" / "results.json"
     whole = file.read_text()
     file.write_text(json.dumps(json.loads(whole) | {"series": {"base, corpus": 3}}))
-    with pytest.raises(DataError, match=f"{file} is damaged"):
-        write_study(_study(folder), {"corpus": path}, path)
+    study = _study(folder), {"corpus": path}, path
+    refused(f"{file} is damaged", write_study, *study, error=DataError)
     file.write_text(whole)
 
 
 def test_mistakes_are_refused(folder, tmp_path):
-    with pytest.raises(UserError, match="--only=x is none of the study's base, other, third"):
-        _study(folder).chosen(["x"])
-    with pytest.raises(UserError, match="lower StudyConfig"):
-        runs.held_out_texts(_study(folder, "StudyConfig.piece_bytes=999"), [], tmp_path)
-    with pytest.raises(UserError, match="two recipes of the study have one name"):
-        _study(folder, "StudyConfig.once=('elsewhere/base.gin',)")
+    refused("--only=x is none of the study's base, other, third", _study(folder).chosen, ["x"])
+    refused(
+        "two recipes of the study have one name", _study, folder, "StudyConfig.once=('x/base',)"
+    )
     text = (folder / "base.gin").read_text()
-    (folder / "longer.gin").write_text(text.replace("seq_len = 32", "seq_len = 64"))
-    longer = _study(folder, f"StudyConfig.once=('{folder}/longer.gin',)")
-    with pytest.raises(UserError, match="one data configuration"):
-        runs.held_out_texts(longer, [], tmp_path)
+    (folder / "longer.gin").write_text(text.replace("seq_len=32", "seq_len=64"))
+    for words, param in (
+        ("lower StudyConfig", "piece_bytes=999"),
+        ("one data configuration", f"once=('{folder}/longer.gin',)"),
+    ):
+        study = _study(folder, f"StudyConfig.{param}")
+        refused(words, runs.held_out_texts, study, [], tmp_path)
 
 
 def test_a_study_without_evaluations_shows_the_memory(computed, folder):

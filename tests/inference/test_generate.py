@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from checks import refused
 from flax import nnx
-from small_models import config_of
+from small_models import byte_model
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError
@@ -15,19 +15,10 @@ from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.precision import Precision
 
 TOKENIZER = ByteTokenizer()
-CONFIG = config_of(
-    "ipttcd",
-    vocab_size=TOKENIZER.vocab_size,
-    num_layers=1,
-    window=16,
-    student_window=8,
-    init_std=0.5,
-    memory=MemoryConfig(chunk_size=32),
-    precision=Precision(),
-)
+MEMORY = MemoryConfig(chunk_size=32)
+CONFIG = byte_model(window=16, student_window=8, dim=8, mlp_dim=12, init_std=0.5, memory=MEMORY)
 WARM = SamplingConfig(temperature=1.0, seed=3)
 PROMPT = "a text of a certain length:"  # its text crosses the end of a chunk
 
@@ -121,11 +112,7 @@ def test_the_token_that_ends_a_row_is_an_event_and_not_read(model, greedy, reaso
     assert text == TOKENIZER.decode(greedy[:end])
     # The other row goes on for several steps, and the first keeps its state.
     assert state.position.tolist() == [1 + len(PROMPT) + end, 2 + 12]
-
-
-def test_the_tokenizers_eos_ends_a_row_by_default(model, greedy):
-    tokenizer = ByteTokenizer()
-    tokenizer.eos_id = greedy[0]
+    (tokenizer := ByteTokenizer()).eos_id = greedy[0]  # ends a row by default
     request = Request(tokens=TOKENIZER.encode(PROMPT), max_new_tokens=4)
     assert [*Generation(model, tokenizer, [request])] == [Event(0, "", greedy[0], "eos")]
 
@@ -149,15 +136,12 @@ def test_reading_yields_the_tokens_read(model):
     assert len(list(generation)) == 2 + 12
 
 
-def test_a_document_opens_with_bos_once(model):
+def test_a_document_opens_with_bos_once_and_the_penalty_counts_prompt_and_text(model):
     framed = np.concatenate([[TOKENIZER.bos_id], TOKENIZER.encode(PROMPT)])
     requests = _request(tokens=framed, max_new_tokens=1), _request("", max_new_tokens=0)
     events, state = _run(model, *requests)
     assert state.position.tolist() == [len(framed) + 1, 1]
     assert Event(1, "", None, "length") in events
-
-
-def test_the_repetition_penalty_counts_prompt_and_text(model):
     events, _ = _run(model, _request(sampling=SamplingConfig(repetition_penalty=1e9)))
     assert len({*_tokens(events), *PROMPT.encode()}) == 12 + len({*PROMPT.encode()})
 

@@ -15,20 +15,11 @@ from ttcd_jax.train.state import init_params, state_of, with_params
 from ttcd_jax.train.step import make_train_step
 
 DATA = RecallConfig(num_slots=32, num_keys=8, num_values=8)
-MODEL = config_of(
-    "ipttcd",
-    vocab_size=16,
-    dim=32,
-    mlp_dim=64,
-    window=8,
-    student_window=4,
-    init_std=0.1,
-    fast_layers=(0, 1),
-    memory=MemoryConfig(
-        chunk_size=4, block_chunks=1, teacher_conv_init="identity", student_conv_init="normal"
-    ),
-    precision=Precision(),
-)
+SIZES = {"vocab_size": 16, "dim": 32, "mlp_dim": 64, "window": 8, "student_window": 4}
+CONVS = {"teacher_conv_init": "identity", "student_conv_init": "normal"}
+MEMORY = MemoryConfig(chunk_size=4, block_chunks=1, **CONVS)
+FIELDS = {"init_std": 0.1, "fast_layers": (0, 1), "precision": Precision()}
+MODEL = config_of("ipttcd", memory=MEMORY, **SIZES, **FIELDS)
 NUM_STEPS, BATCH_SIZE = 110, 16
 # Far beyond what two windows of 8 can carry (14), and beyond the rows of training (63 tokens).
 DISTANCE = 80

@@ -68,28 +68,12 @@ def _behind(logits: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return logits[np.arange(ROWS), np.minimum(ends, T) - 1]
 
 
-# Every kind of state.
-@pytest.mark.parametrize("method", ["full", "ipttcd", "lact", "deltanet_hybrid"])
-def test_pieces_and_tokens_give_what_one_pass_gives(method):
-    model, want = _models(_config(method))
-    first, second = np.array([2 * CHUNK, 9, 3]), np.array([14, 8, CHUNK + 2])
-    state = start_state(model, ROWS, max_length=T)
-    logits, state = prefill(model, state, TOKENS, first, piece_size=2 * CHUNK)
-    assert_close(np.asarray(logits), _behind(want, first))
-    logits, state = prefill(model, state, _rest(first), second, piece_size=2 * CHUNK)
-    assert_close(np.asarray(logits), _behind(want, first + second))
-    # All of it again, token by token, the rows at different tokens of their chunks and windows.
-    tokenwise = start_state(model, ROWS, max_length=T)
-    before = decode._cache_size()
-    for time in range(max(first + second) + ROWS):
-        done = np.clip(time - np.arange(ROWS), 0, first + second)
-        is_active = (time >= np.arange(ROWS)) & (done < first + second)
-        tokens = TOKENS[np.arange(ROWS), np.minimum(done, T - 1)]
-        logits, tokenwise = decode(model, tokenwise, tokens, is_active)
-        assert_close(np.asarray(logits)[is_active], _behind(want, done + 1)[is_active])
-    assert decode._cache_size() <= before + 1  # one program for all tokens
-    assert state.position.tolist() == tokenwise.position.tolist()
-    assert_close(state.layers, tokenwise.layers, 1e-10)  # running sums of numbers that grow
+def _decoded(model, state, done, is_active, want, **options):
+    """The state after one token more of the active rows, whose logits are as they should be."""
+    tokens = TOKENS[np.arange(ROWS), np.minimum(done, T - 1)]
+    logits, state = decode(model, state, tokens, is_active, **options)
+    assert_close(np.asarray(logits)[is_active], _behind(want, done + 1)[is_active])
+    return state
 
 
 def test_every_split_around_the_edges_of_chunk_and_window():
@@ -99,10 +83,7 @@ def test_every_split_around_the_edges_of_chunk_and_window():
         logits, state = prefill(model, start_state(model, ROWS), TOKENS, lengths, piece_size=3)
         assert_close(np.asarray(logits), _behind(want, lengths))
         for done in (lengths + step for step in range(CHUNK + 1)):
-            is_active = done < T
-            tokens = TOKENS[np.arange(ROWS), np.minimum(done, T - 1)]
-            logits, state = decode(model, state, tokens, is_active)
-            assert_close(np.asarray(logits)[is_active], _behind(want, done + 1)[is_active])
+            state = _decoded(model, state, done, done < T, want)
 
 
 def test_a_row_that_waits_keeps_its_state():
@@ -207,17 +188,17 @@ SWITCHES = [
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_any_way_to_read_rows_gives_what_one_pass_gives(method, switches):
-    """Up to sums in another order."""
+    """Up to sums in another order; the state too, and one program serves all tokens."""
     rng = np.random.default_rng(list(METHODS).index(method))
     num_rows, length = (int(rng.integers(*bounds)) for bounds in ((2, 5), (30, 60)))
     rows, tokens = np.arange(num_rows), rng.integers(0, 11, (num_rows, length))
     config = _sizes(method, rng)
     if switches:
-        config = config.replace(
-            memory=config.memory.replace(**{"form": "auto", "num_taps": 4} | switches)
-        )
+        memory = config.memory.replace(**{"form": "auto", "num_taps": 4} | switches)
+        config = config.replace(memory=memory)
     model, want = _read(config, tokens)
     state, done = start_state(model, num_rows, max_length=length), np.zeros(num_rows, int)
+    before = decode._cache_size()
     for _ in range(3):
         lengths = np.minimum(length - done, rng.integers(0, length // 2, num_rows))
         rest = np.stack([np.roll(row, -n) for row, n in zip(tokens, done, strict=True)])
@@ -233,7 +214,11 @@ def test_any_way_to_read_rows_gives_what_one_pass_gives(method, switches):
             logits, state = decode(model, state, tokens[now], is_active)
             assert_close(np.asarray(logits)[is_active], want[now][is_active], 1e-10)
             done = done + is_active
+    assert decode._cache_size() <= before + 1
     assert state.position.tolist() == done.tolist()
+    at_once = start_state(model, num_rows, max_length=length)
+    _, at_once = prefill(model, at_once, tokens, done)
+    assert_close(state.layers, at_once.layers, 1e-10)  # running sums of numbers that grow
 
 
 LENGTHS = np.array([2 * CHUNK + 1, CHUNK, CHUNK - 1])
@@ -270,20 +255,12 @@ def _published(model, start: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.asarray(logits(model))
 
 
-def _decoded(model, state, done, want):
-    for step in range(2):
-        logits, state = decode(
-            model, state, TOKENS[np.arange(ROWS), done + step], memory="published"
-        )
-        assert_close(np.asarray(logits), want[np.arange(ROWS), done + step])
-    return state
-
-
 def test_prompts_read_their_memory_and_decoding_is_plain(one_layer):
     model, want = inference_model(one_layer), _published(one_layer, np.zeros(ROWS, int), LENGTHS)
     logits, state = prefill(model, start_state(model, ROWS), TOKENS, LENGTHS, memory="published")
     assert_close(np.asarray(logits), want[np.arange(ROWS), LENGTHS - 1])
-    state = _decoded(model, state, LENGTHS, want)
+    for step in range(2):
+        state = _decoded(model, state, LENGTHS + step, LENGTHS > 0, want, memory="published")
     kept, _ = prefill(model, start_state(model, ROWS), TOKENS, LENGTHS)
     assert_close(np.asarray(kept)[IS_LONG], np.asarray(logits)[IS_LONG])
     # Of IP-TTCD the plain MLP skips a convolution as well.
@@ -296,12 +273,8 @@ def test_a_second_prompt_finds_the_memory_empty_and_counts_its_own_chunks(one_la
     ends = start + np.array([CHUNK + 1, CHUNK, 2])
     model, want = inference_model(one_layer), _published(one_layer, start, ends)
     _, state = prefill(model, start_state(model, ROWS), TOKENS, LENGTHS, memory="published")
-    _, state = prefill(
-        model,
-        state,
-        TOKENS[np.arange(ROWS)[:, None], LENGTHS[:, None] + [0, 1]],
-        memory="published",
-    )
+    between = TOKENS[np.arange(ROWS)[:, None], LENGTHS[:, None] + [0, 1]]
+    _, state = prefill(model, state, between, memory="published")
     logits, _ = prefill(model, state, _rest(start), ends - start, memory="published")
     assert_close(np.asarray(logits), want[np.arange(ROWS), ends - 1])
 

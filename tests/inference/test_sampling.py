@@ -92,30 +92,31 @@ def test_with_every_setting_off_it_is_the_plain_categorical_draw():
     np.testing.assert_array_equal(_sample(LOGITS, mixed, index=5)[:-1], plain)
 
 
-def test_temperature_zero_takes_the_likeliest_token_and_of_equals_the_first():
+def test_temperature_zero_and_near_zero_take_the_likeliest_token_and_of_equals_the_first():
     cold = [SamplingConfig(), SamplingConfig(top_p=0.5, min_p=0.1, top_k=3)]
     warm = SamplingConfig(temperature=1.0, top_k=3)
     for configs in (cold, [*cold, warm]):
         assert _sample(TIES, configs)[:2].tolist() == [1, 1]
+    tepid = [SamplingConfig(temperature=1e-30, top_k=k) for k in (None, 3)]
+    for logits in (LOGITS, 1e4 * LOGITS):
+        assert _sample(logits, tepid).tolist() == [3, 3]
 
 
-def test_a_temperature_near_zero_is_greedy_and_finite():
-    configs = [SamplingConfig(temperature=1e-30, top_k=k) for k in (None, 3)]
-    assert _sample(LOGITS, configs).tolist() == [3, 3]
-    assert _sample(1e4 * LOGITS, configs).tolist() == [3, 3]
+EVEN = np.where(np.arange(10) % 2, -np.inf, 0.0)
 
 
-def test_top_k_keeps_ties_with_the_last_and_top_p_only_what_it_needs():
-    ties = SamplingConfig(temperature=1.0, top_k=3)
-    assert set(_many(ties, logits=TIES)) == {0, 1, 2, 4, 5}
-    first = SamplingConfig(temperature=1.0, top_p=0.7)  # two likeliest: 0.6, each other: 0.11
-    assert set(_many(first, logits=TIES)) == {0, 1, 4}
-
-
-def test_a_token_without_probability_is_never_drawn():
-    logits = np.where(np.arange(10) % 2, -np.inf, 0.0)
-    assert set(_many(SamplingConfig(temperature=2.0), logits=logits)) == {0, 2, 4, 6, 8}
-    assert set(_many(SamplingConfig(temperature=2.0, top_k=9), logits=logits)) == {0, 2, 4, 6, 8}
+@pytest.mark.parametrize(
+    ("logits", "fields", "drawn"),
+    [
+        (TIES, {"top_k": 3}, {0, 1, 2, 4, 5}),  # those that tie with the last
+        (TIES, {"top_p": 0.7}, {0, 1, 4}),  # two likeliest: 0.6, each other: 0.11
+        (EVEN, {"temperature": 2.0}, {0, 2, 4, 6, 8}),
+        (EVEN, {"temperature": 2.0, "top_k": 9}, {0, 2, 4, 6, 8}),
+    ],
+)
+def test_what_is_drawn_of_ties_and_of_tokens_without_probability(logits, fields, drawn):
+    config = SamplingConfig(**{"temperature": 1.0} | fields)
+    assert set(_many(config, logits=logits)) == drawn
 
 
 def test_a_row_depends_on_its_own_settings_only():

@@ -1,12 +1,12 @@
 """The decoding state: its size, which does not grow, and its files."""
 
+import functools
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import commands
 import jax
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ from flax import nnx
 from small_models import config_of
 
 from ttcd_jax.errors import CheckpointError
-from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill, stream
 from ttcd_jax.inference.saved_state import load_state, save_state
@@ -72,12 +71,6 @@ def test_a_state_comes_back_bit_for_bit(model, state, folder):
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_a_text_goes_on_from_a_loaded_state_as_from_the_state(model, state, folder):
-    kept = jax.tree.map(lambda x: x.copy(), state)
-    tokens = np.array([3, 5])
-    assert_same(decode(model, load_state(folder, model), tokens), decode(model, kept, tokens))
-
-
 def test_full_attention_keeps_its_room(tmp_path):
     model = _model(NARROW.replace(method="full", window=None, fast_layers=(), memory=None))
     state = _state_of(model, max_length=21)
@@ -85,8 +78,7 @@ def test_full_attention_keeps_its_room(tmp_path):
     assert_same(load_state(tmp_path / "state", model), state)
 
 
-def _refused(words, *args):
-    refused(words, *args, error=CheckpointError)
+_refused = functools.partial(refused, error=CheckpointError)
 
 
 def test_another_model_is_refused_by_what_differs(folder):
@@ -190,28 +182,15 @@ def test_every_array_is_cut_by_rows_and_some_by_heads_or_features():
 def test_a_million_tokens_take_the_memory_of_sixteen_thousand():
     # A separate process, with the code that users run. Its arrays come straight from the system,
     # since the bytes that glibc keeps of freed ones vary by five percent.
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env=environment(XLA_FLAGS="", MALLOC_MMAP_THRESHOLD_="65536"),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    short, long = json.loads(done.stdout)
+    options = {"env": environment(XLA_FLAGS="", MALLOC_MMAP_THRESHOLD_="65536")}
+    short, long = json.loads(commands.output(Path(__file__), is_forked=False, **options))
     assert long["arrays"] == short["arrays"]
     assert long["resident"] <= 1.05 * short["resident"]
 
 
 def _read_short_and_long() -> list[dict[str, int]]:
-    config = config_of(
-        "ipttcd",
-        num_layers=1,
-        window=256,
-        student_window=128,
-        memory=MemoryConfig(chunk_size=1024),
-        precision=Precision(),
-    )
+    sizes = {"num_layers": 1, "window": 256, "student_window": 128, "precision": Precision()}
+    config = config_of("ipttcd", memory=MemoryConfig(chunk_size=1024), **sizes)
     model = inference_model(Transformer(config, rngs=nnx.Rngs(0)))
     tokens = np.random.default_rng(0).integers(0, 11, (1, 1 << 20)).astype(np.int32)
     for _ in range(12):  # until nothing more is compiled or kept

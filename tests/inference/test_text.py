@@ -1,5 +1,4 @@
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -7,7 +6,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, train_tokenizer
-from ttcd_jax.inference.text import Detokenizer, TextStream, typed
+from ttcd_jax.inference.text import TextStream, typed
 
 TEXT = "def größe(x):\n    return x  # 日本語 👩‍🚀🎉 ends. A \ufffd stays; 日日日日日日日日\n"
 FRAME = {"<s>": 0, "</s>": 1}
@@ -40,9 +39,7 @@ def _word_pieces(folder):
 
 
 def _byte_level(folder):
-    path = folder / "tokenizer.json"
-    path.write_text(train_tokenizer([TEXT.encode()], 290))
-    return JsonTokenizer(str(path))
+    return _saved(folder, tokenizers.Tokenizer.from_str(train_tokenizer([TEXT.encode()], 290)))
 
 
 def _across_characters(folder):
@@ -60,7 +57,8 @@ def tokenizer(request, tmp_path):
     return ByteTokenizer() if request.param is None else request.param(tmp_path)
 
 
-def _pieces(stream, ids):
+def _pieces(tokenizer, ids, *stop, context=()):
+    stream = TextStream(tokenizer, stop, context)
     return [*(stream.push(int(token)) for token in ids), stream.finish()]
 
 
@@ -71,24 +69,26 @@ def test_stop_strings_of_a_shell_may_be_new_lines():
 
 def test_the_pieces_are_the_text_and_never_half_a_character(tokenizer):
     ids = tokenizer.encode(TEXT)
-    pieces = _pieces(Detokenizer(tokenizer), ids)
+    pieces = _pieces(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids) == TEXT
     for given in itertools.accumulate(pieces):
         assert TEXT.startswith(given)
+    ids = tokenizer.encode("dex京")[:-1]
+    pieces = _pieces(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert set(pieces[-1]) == {"\ufffd"}, "a character that was not finished"
 
 
 def test_a_character_is_given_with_its_last_byte():
-    stream = Detokenizer(ByteTokenizer())
-    assert [stream.push(byte) for byte in "aé日🎉b".encode()] == [
-        *("a", "", "é", "", "", "日", "", "", "", "🎉", "b")
+    assert _pieces(ByteTokenizer(), "aé日🎉b".encode()) == [
+        *("a", "", "é", "", "", "日", "", "", "", "🎉", "b", "")
     ]
 
 
 def test_specials_and_ids_without_a_token_have_no_text(tokenizer):
-    ids = tokenizer.encode("x京x")
     strange = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size, tokenizer.vocab_size + 99]
-    mixed = [part for token in ids for part in (*strange, int(token))]
-    assert "".join(_pieces(Detokenizer(tokenizer), mixed)) == "x京x"
+    mixed = [part for token in tokenizer.encode("x京x") for part in (*strange, int(token))]
+    assert "".join(_pieces(tokenizer, mixed)) == "x京x"
 
 
 def test_what_is_no_utf8_comes_as_replacements_late_but_all(tmp_path):
@@ -97,29 +97,16 @@ def test_what_is_no_utf8_comes_as_replacements_late_but_all(tmp_path):
             rng = np.random.default_rng(seed)
             ids = rng.integers(0, tokenizer.vocab_size, 60)
             ids[rng.random(60) < 0.5] = tokenizer.encode("京")[0]
-            text = "".join(_pieces(Detokenizer(tokenizer), ids))
-            assert text == tokenizer.decode(ids)
+            assert "".join(_pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_an_unfinished_character_is_a_replacement_at_the_end(tokenizer):
-    ids = tokenizer.encode("dex京")[:-1]
-    pieces = _pieces(Detokenizer(tokenizer), ids)
-    assert "".join(pieces) == tokenizer.decode(ids)
-    assert set(pieces[-1]) == {"\ufffd"}
-
-
-def test_pieces_whose_text_depends_on_their_neighbours(tmp_path):
+def test_pieces_depend_on_their_neighbours_and_do_not_wait_for_each_other(tmp_path):
     tokenizer = _word_pieces(tmp_path)
     ids = [2, 3, 4, 6, 5, 2, 3, 5, 5, 6, 6]
-    pieces = _pieces(Detokenizer(tokenizer), ids)
+    pieces = _pieces(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids) == "undone do. undo.. do do"
     assert pieces[:3] == ["un", "do", "ne"]
-
-
-def test_tokens_that_all_end_inside_a_character_do_not_wait_for_each_other(tmp_path):
-    tokenizer = _across_characters(tmp_path)
-    ids = [2, *[3] * 100, 4]
-    pieces = _pieces(Detokenizer(tokenizer), ids)
+    pieces = _pieces(_across_characters(tmp_path), [2, *[3] * 100, 4])
     assert pieces == ["", *["日"] * 101, ""]
 
 
@@ -128,37 +115,25 @@ def test_the_work_for_a_token_is_bounded(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "decode", lambda ids: sizes.append(len(ids)) or decode(ids))
     never_complete = tokenizer.encode("京")[:1].repeat(200)
     for ids in (tokenizer.encode(TEXT * 5), never_complete):
-        _pieces(Detokenizer(tokenizer, context=ids), ids)
+        _pieces(tokenizer, ids, context=ids)
     assert max(sizes) <= 16
     assert len(sizes) <= 2 * (len(tokenizer.encode(TEXT * 5)) + 200) + 40
 
 
 def test_the_context_joins_the_text_and_is_not_repeated(tmp_path):
     tokenizer = _byte_fallback(tmp_path)
-    assert "".join(_pieces(Detokenizer(tokenizer), [263, 261])) == "xde"
-    assert "".join(_pieces(Detokenizer(tokenizer, context=[261] * 30), [263, 261])) == " xde"
+    assert "".join(_pieces(tokenizer, [263, 261])) == "xde"
+    assert "".join(_pieces(tokenizer, [263, 261], context=[261] * 30)) == " xde"
     day = ByteTokenizer().encode("日" * 20)
     for cut in range(40, 44):  # a window of eight bytes begins inside a character
-        pieces = _pieces(Detokenizer(ByteTokenizer(), context=day[:cut]), day[cut:])
+        pieces = _pieces(ByteTokenizer(), day[cut:], context=day[:cut])
         assert "".join(pieces) == "日" * (20 - cut // 3)
-
-
-def _stream(text, *stop, size=1):
-    """(the pieces given, whether stopped) of bytes that come `size` at a time."""
-    tokenizer = _Chunks(text, size)
-    stream = TextStream(tokenizer, stop)
-    pieces = []
-    for token in range(tokenizer.vocab_size):
-        pieces.append(stream.push(token))
-        if stream.is_stopped:
-            break
-    return [*pieces, stream.finish()], stream.is_stopped
 
 
 class _Chunks(ByteTokenizer):
     """Token i is the i-th piece of a text."""
 
-    def __init__(self, text, size):
+    def __init__(self, text, size=1):
         self._pieces = [text[i : i + size] for i in range(0, len(text), size)]
         self.vocab_size = len(self._pieces)
 
@@ -183,31 +158,25 @@ class _Chunks(ByteTokenizer):
     ],
 )
 def test_text_ends_before_the_first_stop_string_wherever_tokens_cut_it(text, stop, expected, size):
-    pieces, is_stopped = _stream(text, *stop, size=size)
-    assert "".join(pieces) == (text if expected is None else expected)
-    assert is_stopped == (expected is not None)
+    tokenizer = _Chunks(text, size)
+    stream = TextStream(tokenizer, stop)
+    pieces = [stream.push(token) for token in range(tokenizer.vocab_size)]
+    assert "".join([*pieces, stream.finish()]) == (text if expected is None else expected)
+    assert stream.is_stopped == (expected is not None)
 
 
 def test_only_a_possible_beginning_of_a_stop_string_is_held_back():
-    pieces, _ = _stream("a<b<|c<|d", "<|e", "|>")
-    assert pieces == ["a", "", "<b", "", "", "<|c", "", "", "<|d", ""]
-    pieces, _ = _stream("a<|", "<|e")
-    assert pieces == ["a", "", "", "<|"]
-
-
-def test_after_a_stop_string_there_is_no_text():
-    stream = TextStream(ByteTokenizer(), ["b"])
-    assert [stream.push(byte) for byte in b"abc"] == ["a", "", ""]
-    assert stream.is_stopped
-    assert stream.finish() == ""
+    for text, stop, pieces in (
+        ("a<b<|c<|d", ("<|e", "|>"), ["a", "", "<b", "", "", "<|c", "", "", "<|d", ""]),
+        ("a<|", ("<|e",), ["a", "", "", "<|"]),
+        ("abc", ("b",), ["a", "", "", ""]),
+    ):
+        assert _pieces(_Chunks(text), range(len(text)), *stop) == pieces
 
 
 def test_a_trained_tokenizer_stops_inside_its_pieces(tmp_path):
     tokenizer = _byte_level(tmp_path)
     ids = tokenizer.encode(TEXT)
     assert len(ids) < len(TEXT.encode())  # pieces of several bytes
-    assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"]
     for stop in ("return", "本", "tu", "\n", "ends. A"):
-        stream = TextStream(tokenizer, [stop])
-        text = "".join(_pieces(stream, ids))
-        assert text == TEXT[: TEXT.index(stop)]
+        assert "".join(_pieces(tokenizer, ids, stop)) == TEXT[: TEXT.index(stop)]

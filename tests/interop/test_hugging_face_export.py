@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import commands
@@ -20,7 +21,6 @@ from hugging_face.make import FILE, TOKENS
 from hugging_face.own import MODELS, params_of, write
 from small_models import config_of
 from tiny_run import RECALL, flags
-from tiny_run import params as bindings
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import CheckpointError, DataError
@@ -61,6 +61,7 @@ def test_the_code_of_exports_is_the_one_that_was_run(stored):
 def test_an_export_is_imported_bit_for_bit(name, tmp_path):
     config = MODELS[name]
     leaves, again, _ = open_hugging_face(write(name, tmp_path / name))
+    assert (tmp_path / name / MODELING.name).exists() == bool(config.fast_layers)
     read = {path: leaf.read() for path, leaf in by_name(leaves).items()}
     assert_same(read, unstacked(config, by_name(params_of(config))))
     if config.fast_layers:
@@ -73,22 +74,10 @@ def test_an_export_is_imported_bit_for_bit(name, tmp_path):
 EXPORTED = ("ipttcd", "ipttt", "swa", "full")
 
 
-@pytest.mark.parametrize("method", EXPORTED)
-def test_a_method_is_exported_with_the_code_it_needs(method):
-    config = config_of(method, precision=Precision())
-    _, files = export_hugging_face(params_of(config), config, length=8)
-    assert (MODELING.name in files) == (method in ("ipttcd", "ipttt"))
-
-
 @pytest.mark.parametrize(
     ("method", "changes", "memory", "words"),
     [
-        (
-            "full",
-            {"has_qk_norm": True, "qk_norm_eps": 1e-5},
-            {},
-            "norm_eps 1e-06|eps 1e-05",
-        ),
+        ("full", {"has_qk_norm": True, "qk_norm_eps": 1e-5}, {}, "norm_eps 1e-06|eps 1e-05"),
         ("full", {"has_qk_norm": True, "has_qkv_bias": True}, {}, "has_qkv_bias True"),
         ("ipttcd", {}, {"renorm_chunks": 2}, "renorm_chunks="),
         ("ipttcd", {}, {"orthogonalizes_updates": True}, "orthogonalizes_updates="),
@@ -138,11 +127,8 @@ def test_bytes_are_tokens_of_transformers_too():
 
 
 def test_a_run_is_exported_with_its_card_and_an_import_of_it_as_it_was(tmp_path):
-    """A run that starts from an import carries over what that says about texts."""
-    folder, base, again = tmp_path / "theirs", tmp_path / "base", tmp_path / "again"
-    write("full", folder)
-    theirs = '{"eos_token_id": [5, 6],   "top_p": 0.5}'
-    (folder / "generation_config.json").write_text(theirs)
+    base, again = tmp_path / "base", tmp_path / "again"
+    folder = write("full", tmp_path / "theirs")
     commands.output(*IMPORT, folder, base, "--tokenizer=none")
     commands.output(*EXPORT, base, again)
     for name in ("config.json", "model.safetensors"):
@@ -157,10 +143,8 @@ def test_a_trained_run_is_exported_with_tokenizer_and_evaluation(tmp_path):
     for split in ("train", "validation"):
         (tmp_path / "text" / split).mkdir(parents=True)
         (tmp_path / "text" / split / "a.txt").write_text(f"{split} text to learn from. " * 40)
-    line = ("launch", "--gin=text.gin", f"--run_dir={run_dir}")
-    small = ("STEPS=2", "TextConfig.seq_len=64", "RunConfig.batch_size=2")
-    small += (f"TEXT='{tmp_path}/text'", "MemoryConfig.chunk_size=16")
-    commands.output(*line, *bindings(*small))
+    small = flags("text.gin", "STEPS=2", "TextConfig.seq_len=64", f"TEXT='{tmp_path}/text'")
+    commands.output("launch", f"--run_dir={run_dir}", *small)
     commands.output("evaluate", f"--run_dir={run_dir}", "--task=ppl", "--seq_len=64")
     output = commands.output(*EXPORT, run_dir, folder, "--dtype=bfloat16")
     assert "of step 2 in" in output
@@ -177,23 +161,22 @@ def test_a_trained_run_is_exported_with_tokenizer_and_evaluation(tmp_path):
     ours, config, _ = load_params(run_dir)
     read, found, _ = load_params(again)
     assert found == config.replace(precision=config.precision.replace(param="bfloat16"))
-    narrow = {name: x.astype("bfloat16") for name, x in by_name(ours).items()}
-    assert_same(by_name(read), narrow)
+    assert_same(by_name(read), {name: x.astype("bfloat16") for name, x in by_name(ours).items()})
     commands.output(*EXPORT, again, tmp_path / "third")
     assert (tmp_path / "third" / MODELING.name).read_bytes() == MODELING.read_bytes()
     assert "not an empty folder" in commands.refused(*EXPORT, run_dir, folder)
 
 
 def test_a_run_on_recall_data_is_exported_and_imported(tmp_path):
-    run_dir, folder, again = tmp_path / "run", tmp_path / "out", tmp_path / "again"
-    line = flags("recall.gin", *RECALL, "STEPS=1")
-    commands.output("launch", *line, f"--run_dir={run_dir}")
+    run_dir, folder = tmp_path / "run", tmp_path / "out"
+    commands.output("launch", *flags("recall.gin", *RECALL, "STEPS=1"), f"--run_dir={run_dir}")
     commands.output(*EXPORT, run_dir, folder)
     card = (folder / "README.md").read_text()
     for text in ("| tokens in a row | 15 |", "| tokens | 30 |", *TRIED):
         assert text in card
-    commands.output(*IMPORT, folder, again)
-    assert_same(by_name(load_params(run_dir)[0]), by_name(load_params(again)[0]))
+    leaves = by_name(open_hugging_face(folder).params)
+    ours = unstacked(load_params(run_dir).config, by_name(load_params(run_dir).params))
+    assert_same({path: leaf.read() for path, leaf in leaves.items()}, ours)
 
 
 def test_the_page_names_the_versions_that_exports_were_tried_with():
@@ -201,39 +184,39 @@ def test_the_page_names_the_versions_that_exports_were_tried_with():
     assert f"with transformers {', '.join(TRIED[:-1])} and {TRIED[-1]}" in page
 
 
-def _network(home, **variables):
-    """The environment of an import that may download into `home`."""
-    environment = commands.cpu_environment(HF_HOME=str(home), NO_PROXY="127.0.0.1", **variables)
+@pytest.fixture
+def imports(tmp_path):
+    """Imports swa_norm through a cache, or asserts how that is refused."""
+    environment = commands.cpu_environment(HF_HOME=str(tmp_path / "home"), NO_PROXY="127.0.0.1")
     environment.pop("HF_HUB_OFFLINE", None)
-    return environment
+
+    def imports(name, refusal=None, **variables):
+        options = {"env": environment | variables}
+        if refusal is not None:
+            assert refusal in commands.refused(*IMPORT, name, tmp_path / "no", status=3, **options)
+            assert not (tmp_path / "no").exists()
+            return
+        run_dir = Path(tempfile.mkdtemp(dir=tmp_path))
+        commands.output(*IMPORT, name, run_dir, **options)
+        assert_same(load_params(run_dir).params, params_of(MODELS["swa_norm"]))
+
+    return imports
 
 
-def _import(name, run_dir, environment, refusal=None):
-    """The import of swa_norm, or how it is refused."""
-    line = (*IMPORT, name, run_dir)
-    if refusal is not None:
-        assert refusal in commands.refused(*line, env=environment, status=3)
-        assert not run_dir.exists()
-        return
-    commands.output(*line, env=environment)
-    assert_same(load_params(run_dir).params, params_of(MODELS["swa_norm"]))
-
-
-def test_a_model_of_the_hub_is_imported_through_its_cache(tmp_path):
+def test_a_model_of_the_hub_is_imported_through_its_cache(imports, tmp_path):
     folder = write("swa_norm", tmp_path / "x", max_bytes=8_000)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     hub = fake_hub.Hub("lab/model", files | {"README.md": b"x", "model.bin": b"x"})
     with fake_hub.serve(hub) as address:
-        environment = _network(tmp_path / "home", HF_ENDPOINT=address)
-        _import("lab/model@main", tmp_path / "run", environment)
-        _import("lab/none", tmp_path / "no", environment, "lab/none is not there, or private")
+        imports("lab/model@main", HF_ENDPOINT=address)
+        imports("lab/none", "lab/none is not there, or private", HF_ENDPOINT=address)
     asked = {path.rpartition("/")[2] for _, path in hub.asked if "/resolve/" in path}
     assert asked == {*files}
-    _import("lab/model", tmp_path / "again", environment | {"HF_HUB_OFFLINE": "1"})
-    assert "no checkpoint" in commands.refused(*IMPORT, "nowhere", tmp_path / "no", status=3)
+    imports("lab/model", HF_ENDPOINT=address, HF_HUB_OFFLINE="1")
+    imports("nowhere", "no checkpoint")
 
 
-def test_a_model_of_a_file_server_is_imported_through_the_cache(tmp_path):
+def test_a_model_of_a_file_server_is_imported_through_the_cache(imports, tmp_path):
     folder = write("swa_norm", tmp_path / "served" / "x", max_bytes=8_000)
     assert len([*folder.glob("*.safetensors")]) > 1
 
@@ -241,24 +224,21 @@ def test_a_model_of_a_file_server_is_imported_through_the_cache(tmp_path):
         def log_message(self, *_):
             pass
 
-    make = functools.partial(Handler, directory=str(tmp_path / "served"))
-    environment, missing = _network(tmp_path / "home"), tmp_path / "no"
-    with fake_hub.served(make) as address:
-        _import(f"{address}/x/", tmp_path / "run", environment)
+    with fake_hub.served(functools.partial(Handler, directory=str(folder.parent))) as address:
+        imports(f"{address}/x/")
         cached = sorted((tmp_path / "home" / "servers").glob("*/*"))
         assert {x.name for x in cached} == {x.name for x in folder.iterdir()}
         times = [x.stat().st_mtime_ns for x in cached]
         # A file of another time is read again, the others are not.
         (weights, *_) = folder.glob("*.safetensors")
         cached[[x.name for x in cached].index(weights.name)].write_bytes(b"old")
-        _import(f"{address}/x", tmp_path / "new", environment)
+        imports(f"{address}/x")
         assert [x.stat().st_mtime_ns for x in cached] == times
-        _import(f"{address}/none", missing, environment, "none has no ")
+        imports(f"{address}/none", "none has no ")
         weights.unlink()
-        words = f"has no {weights.name}: is it a model's folder?"
-        _import(f"{address}/x", missing, environment, words)
-    _import(f"{address}/x", missing, environment, "cannot be downloaded")
-    _import(f"{address}/x", tmp_path / "again", environment | {"HF_HUB_OFFLINE": "1"})
+        imports(f"{address}/x", f"has no {weights.name}: is it a model's folder?")
+    imports(f"{address}/x", "cannot be downloaded")
+    imports(f"{address}/x", HF_HUB_OFFLINE="1")
 
 
 ENVIRONMENTS = ROOT / ".venv/transformers"
@@ -291,11 +271,7 @@ def test_an_export_is_right_or_refuses(version, folders, tmp_path):
     if not (ENVIRONMENTS / version).is_dir():
         pytest.skip(f"no transformers {version}: run make transformers")
     places = {"PYTHONPATH": str(ENVIRONMENTS / version), "HF_HOME": str(tmp_path)}
-    result = subprocess.run(
-        [ENVIRONMENTS / "torch/bin/python", ROOT / "tests/hugging_face/properties.py", folders],
-        env=os.environ | places | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    line = [ENVIRONMENTS / "torch/bin/python", ROOT / "tests/hugging_face/properties.py", folders]
+    environment = os.environ | places | {"HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]

@@ -1,7 +1,8 @@
-"""The kernel benchmark at tiny shapes: complete rows, honest gaps, refused arguments."""
+"""The kernel benchmark at tiny shapes: complete rows, honest gaps, refused arguments; tables."""
 
 import itertools
 import json
+import math
 import re
 
 import jax
@@ -15,35 +16,83 @@ from ttcd_kernels.dual_window.bench import SHAPES, Case
 from ttcd_kernels.table import format_table, write_json
 
 TINY = ["--op", "dual_window", "--shapes", "tiny"]
+ODD = Case("40, 13/6 H2/1 D8", 40, 2, 1, 8, 13, 6, dtype="float32")
+OURS = ("xla", "xla two calls")
+NOTES = {
+    "peer": "failed: NotImplementedError: head dim 8 is too small",
+    "sign": r"failed: error \d.*, allowed 1e-05",
+    "row": "failed: error nan, allowed 1e-05",
+    "noise": "failed: two runs differ",
+}
 
 
 @pytest.fixture
 def few(monkeypatch):
     """One shape of each set, two to compare."""
     monkeypatch.setitem(SHAPES, "tiny", SHAPES["tiny"][:1])
-    odd = Case("40, 13/6 H2/1 D8", 40, 2, 1, 8, 13, 6, dtype="float32")
-    monkeypatch.setitem(SHAPES, "parity", (odd, odd._replace(dtype="bfloat16")))
+    monkeypatch.setitem(SHAPES, "parity", (ODD, ODD._replace(dtype="bfloat16")))
 
 
-def test_the_report_names_machine_shapes_and_every_measurement(few, tmp_path, capsys):
-    file = tmp_path / "report.json"
-    bench.main([*TINY, "--json", str(file)])
+@pytest.fixture
+def wrong(few, monkeypatch):
+    """In float32, beside XLA's programs, a peer that refuses the shape, and XLA's attention with a
+    fault: the sign of one band, a row that is not a number, other bits in every run."""
+    implementations, noise = dual_window.implementations, itertools.cycle((0.0, 1e-6))
+
+    def refuses(*operands):
+        raise NotImplementedError("head dim 8 is too small\nfor this peer")
+
+    def noisy(teacher, student):
+        return teacher + jax.pure_callback(lambda: np.float32(next(noise)), jnp.float32(0)), student
+
+    faults = {
+        "sign": lambda teacher, student: (2 * student - teacher, student),
+        "row": lambda teacher, student: (teacher.at[0, 7].set(jnp.nan), student),
+        "noise": noisy,
+    }
+
+    def with_faults(case):
+        found = {"peer": refuses, **implementations(case)}
+        for name, fault in faults.items():
+            found[name] = lambda *qkv, fault=fault: fault(*found["xla"](*qkv))
+        return found if case.dtype == "float32" else implementations(case)
+
+    monkeypatch.setattr(dual_window, "implementations", with_faults)
+    monkeypatch.setattr(dual_window, "PEERS", ("peer",))
+
+
+def test_the_report_names_machine_shapes_and_every_measurement(wrong, tmp_path, capsys):
+    """A peer may refuse; a kernel of ours that is wrong fails the command, after all is measured
+    and written."""
+    file, notes = tmp_path / "report.json", dict.fromkeys(OURS, "") | NOTES
+    with pytest.raises(SystemExit, match="failed: sign, row, noise; the notes above say why"):
+        bench.main([*TINY, "--json", str(file)])
     report = json.loads(file.read_text())
     assert {"device", "jax", "jaxlib", "commit"} <= report["environment"].keys()
     report |= report["ops"]["dual_window"]
     assert [shape["name"] for shape in report["shapes"]] == [case.name for case in SHAPES["tiny"]]
-    rows = report["rows"]
-    assert len(rows) == len(SHAPES["tiny"]) * 2 * 2
+    rows, compared = report["rows"], report["parity"]
+    assert [row["implementation"] for row in rows] == 2 * ["peer", *OURS, "sign", "row", "noise"]
+    assert [row["note"] for row in rows if row["time ms"] is None] == [NOTES["peer"]] * 2
+    rows = [row for row in rows if row["implementation"] != "peer"]
     assert all(row["time ms"] > 0 and row["temp MiB"] > 0 and not row["note"] for row in rows)
     assert all(row["% of floor"] > 0 for row in rows)
     assert all(row["/ xla"] == 1 for row in rows if row["implementation"] == "xla")
     # Operands are rounded, what they are compared with is not: a step or two of the dtype.
     bounds = {"float32": 3e-6, "bfloat16": 3e-2}
-    assert {row["implementation"] for row in report["parity"]} == {"xla", "xla two calls"}
-    assert {row["dtype"] for row in report["parity"]} == bounds.keys()
-    assert all(row["max rel. error"] < bounds[row["dtype"]] for row in report["parity"])
+    for row in compared:
+        assert re.fullmatch(notes[row["implementation"]], row["note"]), row
+        assert row["note"] or row["max rel. error"] < bounds[row["dtype"]]
+    assert {row["implementation"] for row in compared} == notes.keys()
+    assert {row["dtype"] for row in compared} == bounds.keys()
     printed = capsys.readouterr().out
     assert all(case.name in printed for case in SHAPES["tiny"])
+
+
+def test_a_refusal_of_ours_fails(wrong, monkeypatch):
+    monkeypatch.setattr(dual_window, "PEERS", ())
+    with pytest.raises(SystemExit, match="failed: peer; the notes above say why"):
+        bench.main([*TINY, "--times_only", "--implementation", "peer", "xla"])
 
 
 @pytest.mark.parametrize("command", [bench, check, tune])
@@ -92,32 +141,6 @@ def test_what_does_not_fit_is_compiled_only_and_says_so(monkeypatch):
     assert "memory only" in format_table(rows)
 
 
-def test_what_refuses_a_shape_is_noted_and_the_rest_measured(few, monkeypatch, tmp_path):
-    """A peer may; one of ours fails the command, after all is measured and written."""
-
-    def refuses(*operands):
-        raise NotImplementedError("head dim 8 is too small\nfor this peer")
-
-    implementations = dual_window.implementations
-
-    def two_and_a_peer(case):
-        found = implementations(case)
-        return {"peer": refuses} | {name: found[name] for name in ("xla", "xla two calls")}
-
-    monkeypatch.setattr(dual_window, "implementations", two_and_a_peer)
-    file, note = tmp_path / "report.json", "failed: NotImplementedError: head dim 8 is too small"
-    with pytest.raises(SystemExit, match="failed: peer; the notes above say why"):
-        bench.main([*TINY, "--json", str(file)])
-    report = json.loads(file.read_text())["ops"]["dual_window"]
-    peers = [row for row in report["rows"] if row["implementation"] == "peer"]
-    assert [row["note"] for row in peers] == [note] * 2
-    assert all(row["time ms"] > 0 for row in report["rows"] if row not in peers)
-    compared = [row for row in report["parity"] if row["implementation"] == "peer"]
-    assert [row["note"] for row in compared] == [note] * 2
-    monkeypatch.setattr(dual_window, "PEERS", ("peer",))
-    bench.main(TINY)
-
-
 def test_programs_take_turns():
     order = []
     programs = {name: lambda name=name: order.append(name) for name in "ab"}
@@ -143,41 +166,22 @@ def test_all_that_is_measured_agrees():
         assert all(row["max rel. error"] < 1e-5 for row in rows)
 
 
-def _broken(how):
-    """XLA's attention with a fault: the wrong sign in one band, a row that is not a number, or
-    other bits in every run."""
-    xla = dual_window.implementations(_CASE)["xla"]
-
-    def attend(*qkv):
-        teacher, student = xla(*qkv)
-        if how == "sign":
-            return teacher - 2 * (teacher - student), student
-        if how == "row":
-            return teacher.at[0, 7].set(jnp.nan), student
-        noise = jax.pure_callback(lambda: np.float32(next(_NOISE)), jnp.float32(0))
-        return teacher + noise, student
-
-    return attend
+def test_a_table_lines_up_and_hides_control_characters():
+    rows = [
+        {"task": "recall", "accuracy": 0.98765, "tokens": 1234567, "passed": True},
+        {"task": "a\x1b[2Jb\n", "accuracy": None, "tokens": 8},
+    ]
+    assert format_table(rows).splitlines() == [
+        "task     accuracy     tokens  passed",
+        "-------  --------  ---------  ------",
+        "recall     0.9877  1,234,567  yes",
+        "a�[2Jb�         -          8  -",
+    ]
+    assert format_table(rows, ["tokens"]).splitlines()[2] == "1,234,567"
+    assert format_table([], ["task"]) == "task\n----"
 
 
-_CASE = Case("40, 13/6 H2/1 D8", 40, 2, 1, 8, 13, 6, dtype="float32")
-_NOISE = itertools.cycle((0.0, 1e-6))
-
-
-@pytest.mark.parametrize(
-    ("how", "note"),
-    [
-        ("sign", r"failed: error \d.*, allowed 1e-05"),
-        ("row", "failed: error nan, allowed 1e-05"),
-        ("noise", "failed: two runs differ"),
-    ],
-)
-def test_a_wrong_kernel_fails(how, note, monkeypatch, few):
-    functions = {"xla": dual_window.implementations(_CASE)["xla"], "triton": _broken(how)}
-    monkeypatch.setitem(SHAPES, "parity", (_CASE,))
-    monkeypatch.setattr(dual_window, "implementations", lambda case: functions)
-    right, wrong = parity.compare(dual_window, _CASE)
-    assert right["note"] == ""
-    assert re.fullmatch(note, wrong["note"])
-    with pytest.raises(SystemExit, match="failed: triton"):
-        bench.main(TINY)
+def test_floats_keep_four_digits():
+    values = (12345.6, 1e-7, math.nan, -3.14159, 1e15, 1.0)
+    texts = [line.strip() for line in format_table([{"x": x} for x in values]).splitlines()[2:]]
+    assert texts == ["12,346", "1.000e-07", "nan", "-3.142", "1.000e+15", "1.000"]

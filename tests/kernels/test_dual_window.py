@@ -1,5 +1,6 @@
+"""Dual-window attention in XLA: results, gradients, memory; the tiles that kernels visit."""
+
 from functools import partial
-from pathlib import Path
 
 import definitions
 import jax
@@ -8,14 +9,9 @@ import numpy as np
 import pytest
 from checks import assert_close, draw, largest_array, temporary_bytes, traced
 from ttcd_kernels import dual_window_attention_with_lse, window_attention
-from ttcd_kernels.dispatch import Candidate
-from ttcd_kernels.dual_window import api, xla
+from ttcd_kernels.dual_window import xla
+from ttcd_kernels.dual_window.tiles import documents, key_tiles, query_tiles
 from ttcd_kernels.windows import Windows
-
-from tests.parity.checks import check_attention
-from tests.parity.golden import Golden
-
-GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def _inputs(B, T, S, N, K, H, dtype=None):
@@ -26,20 +22,9 @@ def _inputs(B, T, S, N, K, H, dtype=None):
     return (q, k, v), tuple(cotangents)
 
 
-def _definition(q, k, v, *, teacher_window, student_window, scale, segment_ids=None):
-    S = k.shape[1]
-    windows = Windows(teacher_window or S, student_window or S, scale)
-    return definitions.dual_window(q, k, v, segment_ids, windows)
-
-
-FORMS = {
-    "definition": _definition,
-    "xla": partial(dual_window_attention_with_lse, implementation="xla"),
-}
-
-
-def _results_and_gradients(operands, cotangents, form="xla", **options):
-    results, pull = jax.vjp(partial(FORMS[form], **options), *operands)
+def _results_and_gradients(operands, cotangents, **options):
+    call = partial(dual_window_attention_with_lse, implementation="xla", **options)
+    results, pull = jax.vjp(call, *operands)
     return results, pull(cotangents)
 
 
@@ -74,55 +59,26 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_all_forms_equal_the_definition(name, float64, monkeypatch):
+def test_results_and_gradients_are_those_of_the_definition(name, float64, monkeypatch):
     """All four results and the gradients through all four."""
-    T, S, N, K, teacher, student, block, has_segments = SHAPES[name]
+    T, S, N, K, teacher, student, block, has_documents = SHAPES[name]
     monkeypatch.setattr(xla, "_MAX_BLOCK", block)
     operands, cotangents = _inputs(2, T, S, N, K, 4)
     ids = np.sort(np.random.default_rng(3).integers(1, 4, (2, S)), axis=1)
-    options = {
-        "teacher_window": teacher,
-        "student_window": student,
-        "segment_ids": jnp.asarray(ids) if has_segments else None,
-        "scale": 0.7,
-    }
+    options = {"segment_ids": jnp.asarray(ids) if has_documents else None}
+    windows = Windows(teacher or S, student or S, 0.7)
+    definition = partial(definitions.dual_window, windows=windows, **options)
+    options |= {"scale": 0.7}
 
     @jax.jit
-    def all_forms(operands, cotangents):
-        return [_results_and_gradients(operands, cotangents, form, **options) for form in FORMS]
+    def found_and_expected(operands, cotangents):
+        reach = {"teacher_window": teacher, "student_window": student}
+        found = _results_and_gradients(operands, cotangents, **reach, **options)
+        results, pull = jax.vjp(definition, *operands)
+        single = window_attention(*operands, window=student, **options)
+        return (found, single), ((results, pull(cotangents)), results[1])
 
-    expected, found = all_forms(operands, cotangents)
-    assert_close(found, expected)
-
-
-@pytest.mark.parametrize("name", "abcd")
-@pytest.mark.parametrize("form", FORMS)
-def test_published_values_are_met(name, form, float64, monkeypatch):
-    """By the definition, and in small blocks."""
-    monkeypatch.setattr(xla, "_MAX_BLOCK", 16)
-    if form == "definition":
-        monkeypatch.setitem(api.CANDIDATES, "xla", Candidate(definitions.dual_window))
-    assert check_attention(Golden(GOLDEN / f"dual_attn_{name}.npz"), "float64").ratio <= 1
-
-
-def test_documents_of_a_row_equal_rows_of_their_own(float64):
-    lengths, windows = (5, 9, 7), {"teacher_window": 6, "student_window": 2}
-    (q, k, v), _ = _inputs(1, 21, 21, 2, 1, 4)
-    ids = jnp.repeat(jnp.arange(3), jnp.array(lengths))[None]
-    ends = np.cumsum(lengths)
-
-    @jax.jit
-    def both(*operands):
-        packed = dual_window_attention_with_lse(*operands, segment_ids=ids, **windows)
-        alone = [
-            dual_window_attention_with_lse(*(x[:, end - n : end] for x in operands), **windows)
-            for n, end in zip(lengths, ends, strict=True)
-        ]
-        return packed, tuple(jnp.concatenate(parts, 1) for parts in zip(*alone, strict=True))
-
-    packed, alone = both(q, k, v)
-    assert_close(packed, alone)
-    assert_close(window_attention(q, k, v, window=2, segment_ids=ids), packed[1])
+    assert_close(*found_and_expected(operands, cotangents))
 
 
 def test_bfloat16_multiplies_narrow_operands_into_float32_and_stays_near_it(monkeypatch):
@@ -204,3 +160,68 @@ def test_nothing_gives_nothing(rows, length):
     assert [x.shape for x in found[0]] == [x.shape for x in cotangents]
     assert [x.shape for x in found[1]] == [x.shape for x in operands]
     assert not any(x.any() for x in found[1])
+
+
+BLOCK_Q, BLOCK_KV = 16, 8
+LENGTHS = ((100, 100), (70, 101), (5, 60))
+BANDS = ((0, 1), (0, 16), (16, 60), (7, 200), (20, 20))
+
+
+@pytest.mark.parametrize("length", [None, 1, 16, 37, "again"])
+def test_tiles_cover_the_bands_exactly_and_inner_ones_hide_nothing(length):
+    """With documents of some tiles, of one key, whose ids come again."""
+    for T, S in LENGTHS:
+        ids = np.arange(S) // 30 % 2 if length == "again" else np.arange(S) // (length or S)
+        rows = None if length is None else documents(jnp.asarray(ids)[None])
+        options = BANDS, T, S, BLOCK_Q, BLOCK_KV, rows
+        by_query, by_key = (np.asarray(f(*options))[0] for f in (key_tiles, query_tiles))
+        assert (by_query.shape, by_key.shape) == (
+            (-(-T // BLOCK_Q), len(BANDS), 4),
+            (-(-S // BLOCK_KV), len(BANDS), 4),
+        )
+        for index, (low, high) in enumerate(BANDS):
+            _check(ids, T, low, high, by_query[:, index], by_key[:, index])
+
+
+def _check(ids, T, low, high, by_query, by_key):
+    S, shape = len(ids), (len(by_query), len(by_key))
+    row, key = np.arange(T)[:, None], np.arange(S)
+    distance = row + S - T - key
+    band = (low <= distance) & (distance < high)
+    visible = band & (ids[S - T :, None] == ids)
+    # Keys before the document of a tile's first query need no visit, nor queries after that of a
+    # tile's last key, where ids never fall.
+    first = row // BLOCK_Q * BLOCK_Q + S - T
+    last = np.minimum(key // BLOCK_KV * BLOCK_KV + BLOCK_KV, S) - 1
+    is_after = key >= np.searchsorted(ids, ids[first])
+    is_before = row < np.searchsorted(ids, ids[last], "right") - (S - T)
+    if (np.diff(ids) < 0).any():
+        is_after = is_before = np.ones_like(band)
+
+    def tiles(pairs, fill):
+        """[query tiles, key tiles, pairs]."""
+        padded = np.full((shape[0] * BLOCK_Q, shape[1] * BLOCK_KV), fill)
+        padded[:T, :S] = pairs
+        padded = padded.reshape(shape[0], BLOCK_Q, shape[1], BLOCK_KV)
+        return padded.swapaxes(1, 2).reshape(*shape, -1)
+
+    def visited(bounds, size):
+        """(all, inner) [tiles, size]."""
+        tile, bounds = np.arange(size), bounds[:, :, None]
+        start, inner_start, inner_stop, stop = bounds.swapaxes(0, 1)
+        return (start <= tile) & (tile < stop), (inner_start <= tile) & (tile < inner_stop)
+
+    needed, hidden = tiles(visible, False).any(-1), tiles(~visible, False).any(-1)
+    found, inner = visited(by_query, shape[1])
+    np.testing.assert_array_equal(found & needed, needed)
+    np.testing.assert_array_equal(found, tiles(band & is_after, False).any(-1))
+    assert not (inner & hidden).any()
+    # Rows after the last query are zeros for the tiles of keys; keys after the last do not exist.
+    found_t, inner_t = (x.T for x in visited(by_key, shape[0]))
+    np.testing.assert_array_equal(found_t & needed, needed)
+    np.testing.assert_array_equal(found_t, tiles(band & is_before, False).any(-1))
+    assert not (inner_t & hidden).any()
+    if (np.diff(ids) >= 0).all():  # what is whole is inner, from both sides
+        whole = tiles(visible, True).all(-1) & needed
+        assert (inner_t >= whole).all()
+        assert (inner | ~whole | ~tiles(visible, False).all(-1)).all()

@@ -1,15 +1,13 @@
 """The Mosaic kernel for Hopper without a GPU: numerics by JAX's simulator of shared memory and
 barriers, gradients, lowering, refusals.
 
-Run as a program with a list of cases, the file prints a JSON line of errors each: the simulator
-needs its own process, with a thread for every warpgroup.
+Run as a program, the file prints a JSON line of errors for each case: the simulator needs its own
+process, with a thread for every warpgroup.
 """
 
-import functools
 import json
 import re
-import sys
-from typing import Any
+from functools import partial
 
 import definitions
 import jax
@@ -21,7 +19,7 @@ from devices import printed
 from jax.experimental.pallas import mosaic_gpu
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import mosaic_call, xla
-from ttcd_kernels.dual_window.cotangents import Residuals, backward_operands
+from ttcd_kernels.dual_window.cotangents import with_gradients
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile, MosaicTuning
 from ttcd_kernels.windows import Windows
 
@@ -29,33 +27,23 @@ KERNELS = ["dual_window_forward", "dual_window_backward_q", "dual_window_backwar
 BASE = {"T": 128, "S": 128, "N": 2, "K": 1, "H": 64, "teacher": 64, "student": 32}
 NARROW = {"tiles": [(128, 64, 2), (128, 64, 2), (64, 128, 2)]}  # more tiles than slots
 FORWARD = {"has_gradients": False}
-SETS = {
-    "shapes": [
-        # Two sequences, grouped heads, ragged; windows and halo cut tiles, no query sees the first.
-        BASE | NARROW | {"B": 2, "T": 130, "S": 290, "teacher": 31, "student": 17},
-        # Far more tiles than slots.
-        BASE | NARROW | FORWARD | {"S": 440, "N": 1, "teacher": 397, "student": 130},
-        # The table's tile; the teacher's window ends inside a query tile's halo.
-        BASE | FORWARD | {"T": 256, "S": 300, "N": 1, "teacher": 193, "student": 128},
-    ],
-    "windows": [
-        # Beyond the row; the query alone.
-        BASE | {"T": 200, "S": 200, "H": 128, "N": 1, "teacher": 300, "student": 1},
-        # No far band.
-        BASE | FORWARD | {"T": 256, "S": 256, "H": 128, "teacher": 128, "student": 128},
-    ],
-    "documents": [
-        # Of several tiles, of one key, cut by tiles, with halo and a ragged end.
-        BASE
-        | NARROW
-        | {"B": 2, "T": 330, "S": 390, "N": 1, "teacher": 300, "student": 90}
-        | {"documents": [256, 1, 70, 63], "dtype": "float16"},
-        # Ids that come again; no far band.
-        BASE
-        | {"T": 256, "S": 256, "N": 1, "teacher": 200, "student": 200, "dtype": "float16"}
-        | {"documents": [90, 1, 165], "ids": [3, 1, 3]},
-    ],
-}
+HALF = BASE | {"N": 1, "teacher": 200, "student": 90, "dtype": "float16"}
+CASES = [
+    # Two sequences, grouped heads, ragged; windows and halo cut tiles, no query sees the first.
+    BASE | NARROW | {"B": 2, "T": 130, "S": 290, "teacher": 31, "student": 17},
+    # Far more tiles than slots.
+    BASE | NARROW | FORWARD | {"S": 440, "N": 1, "teacher": 397, "student": 130},
+    # The table's tile; the teacher's window ends inside a query tile's halo.
+    BASE | FORWARD | {"T": 256, "S": 300, "N": 1, "teacher": 193, "student": 128},
+    # Beyond the row; the query alone.
+    BASE | {"T": 200, "S": 200, "H": 128, "N": 1, "teacher": 300, "student": 1},
+    # No far band.
+    BASE | FORWARD | {"T": 256, "S": 256, "H": 128, "teacher": 128, "student": 128},
+    # Documents of several tiles, of one key, cut by tiles, with halo and a ragged end.
+    HALF | NARROW | {"B": 2, "T": 330, "S": 390, "teacher": 300, "documents": [256, 1, 70, 63]},
+    # Ids that come again; no far band.
+    HALF | {"T": 256, "S": 256, "student": 200, "documents": [90, 1, 165], "ids": [3, 1, 3]},
+]
 # A step of each dtype at 1: outputs are averages, of weights rounded once. Of gradients, two at the
 # largest.
 STEP = {"bfloat16": 2**-7, "float16": 2**-10}
@@ -84,28 +72,20 @@ def _errors(case):
     windows = Windows(case["teacher"], case["student"], H**-0.5)
     tuning = MosaicTuning(*(MosaicTile(*tile) for tile in case.get("tiles", MOSAIC_TILES[H])))
     options = {"tuning": tuning, "interpret": mosaic_gpu.InterpretGPUParams(detect_races=True)}
+    launches = (mosaic_call.launch_forward, mosaic_call.launch_backward)
+    kernels = partial(with_gradients, *(partial(x, windows, **options) for x in launches))
 
-    @jax.jit
-    def computed(operands, cotangents):
-        found = mosaic_call.launch_forward(windows, *operands, ids, **options)
-        if not case.get("has_gradients", True):
-            return found
-        saved = backward_operands(Residuals(*operands, ids, *found), cotangents)
-        return found + mosaic_call.launch_backward(windows, *saved, **options)
+    def run(call, operands, cotangents):
+        results, pull = jax.vjp(call, *operands)
+        return *results, *(pull(cotangents) if case.get("has_gradients", True) else ())
 
-    @jax.jit
-    def defined(operands, cotangents):
-        results, pull = jax.vjp(
-            lambda q, k, v: definitions.dual_window(q, k, v, ids, windows), *operands
-        )
-        return *results, *pull(cotangents)
-
-    found = computed(operands, cotangents)
+    found = jax.jit(partial(run, lambda *qkv: kernels(*qkv, ids)))(operands, cotangents)
     wide = jax.tree.map(lambda x: x.astype(jnp.float64), (operands, cotangents))
-    expected = dict(zip(NAMES, defined(*wide), strict=True))
+    definition = partial(definitions.dual_window, segment_ids=ids, windows=windows)
+    expected = jax.jit(partial(run, definition))(*wide)
     dtypes = [dtype] * 2 + ["float32"] * 2 + [dtype] * 3
     errors = {}
-    for (name, y), x, its_dtype in zip(expected.items(), found, dtypes, strict=False):
+    for name, x, y, its_dtype in zip(NAMES, found, expected, dtypes, strict=False):
         assert x.dtype == its_dtype
         # NumPy's maximum keeps a NaN.
         errors[name] = float(np.abs(np.asarray(x, np.float64) - y).max())
@@ -113,12 +93,11 @@ def _errors(case):
     return errors
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_results_are_those_of_the_definition_and_nothing_races(name):
+def test_results_are_those_of_the_definition_and_nothing_races():
     # XLA has NPROC threads; each warpgroup waits in one.
-    output = printed(__file__, json.dumps(SETS[name]), count=1, NPROC="8")
+    output = printed(__file__, count=1, NPROC="8")
     assert "RACE DETECTED" not in output, output[:3000]
-    for case, line in zip(SETS[name], output.splitlines(), strict=True):
+    for case, line in zip(CASES, output.splitlines(), strict=True):
         step = STEP[case.get("dtype", "bfloat16")]
         for name, error in json.loads(line).items():
             steps = 2e-6 / step if name.endswith("lse") else 2 if name.startswith("d") else 1
@@ -136,53 +115,44 @@ def test_gradients_pass_through_all_four_results(monkeypatch, transform):
     if transform is jax.jit:
         qkv = [x[0] for x in qkv]
 
-    def gradients(implementation):
-        def attend(q, k, v):
-            return implementation(q, k, v, None, Windows(20, 7, 0.1))
+    def gradients(module):
+        call = partial(module.dual_window, segment_ids=None, windows=Windows(20, 7, 0.1))
+        results, pull = jax.vjp(transform(call), *qkv)
+        return pull(results)
 
-        def loss(q, k, v):
-            results = transform(attend)(q, k, v)
-            return sum(((i + 1) * x**2).sum() for i, x in enumerate(results))
-
-        return jax.jit(jax.grad(loss, (0, 1, 2)))(*qkv)
-
-    assert_close(gradients(mosaic_call.dual_window), gradients(definitions.dual_window))
+    assert_close(*jax.jit(lambda: [gradients(x) for x in (mosaic_call, definitions)])())
 
 
-def _shapes(length, num_heads, num_kv_heads, head_dim, dtype=jnp.bfloat16) -> tuple[Any, Any, Any]:
+def _shapes(length, num_heads, num_kv_heads, head_dim, dtype=jnp.bfloat16):
     q = jax.ShapeDtypeStruct((1, length, num_heads, head_dim), dtype)
     k = jax.ShapeDtypeStruct((1, length, num_kv_heads, head_dim), dtype)
     return q, k, k
 
 
-def _attend(windows, q, k, v):
-    return mosaic_call.dual_window(q, k, v, None, Windows(*windows, q.shape[-1] ** -0.5))
-
-
-def _gradient(windows, q, k, v):
-    results, pull = jax.vjp(functools.partial(_attend, windows), q, k, v)
-    return pull(results)
-
-
 @pytest.mark.parametrize(
-    ("call", "shapes", "windows"),
+    ("has_gradients", "shapes", "windows"),
     [
-        (_attend, _shapes(65_536, 16, 8, 128), (8192, 4096)),  # of the paper
-        (_attend, _shapes(32_768, 24, 24, 64), (2048, 1024)),  # from scratch
-        (_gradient, _shapes(1024, 2, 1, 64), (256, 128)),
+        (False, _shapes(65_536, 16, 8, 128), (8192, 4096)),  # of the paper
+        (False, _shapes(32_768, 24, 24, 64), (2048, 1024)),  # from scratch
+        (True, _shapes(1024, 2, 1, 64), (256, 128)),
     ],
 )
 def test_the_call_lowers_to_one_kernel_for_hopper_and_the_gradient_to_two_more(
-    call, shapes, windows
+    has_gradients, shapes, windows
 ):
+    kernels = KERNELS[: 1 + 2 * has_gradients]
+    attend = partial(mosaic_call.dual_window, segment_ids=None, windows=Windows(*windows, 0.1))
+
+    def call(*qkv):
+        results, pull = jax.vjp(attend, *qkv)
+        return pull(results) if has_gradients else results
+
     with launch.compiling_for(90):
         assert mosaic_call.unsupported(*shapes) is None
-        traced = jax.jit(functools.partial(call, windows)).trace(*shapes)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    kernels = KERNELS if call is _gradient else KERNELS[:1]
+        text = jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert re.findall(r"custom_call @(\w+)", text) == ["mosaic_gpu_v2"] * len(kernels)
     assert [text.count(f"{name}_mosaic_gpu") for name in kernels] == [1] * len(kernels)
-    assert call is _gradient or "stablehlo.pad" not in text  # whole tiles need none
+    assert has_gradients or "stablehlo.pad" not in text  # whole tiles need none
 
 
 def test_what_the_kernel_cannot_take_is_refused_before_launch(monkeypatch):
@@ -213,5 +183,5 @@ def test_what_the_kernel_cannot_take_is_refused_before_launch(monkeypatch):
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
-    for case in json.loads(sys.argv[1]):
+    for case in CASES:
         print(json.dumps(_errors(case)), flush=True)

@@ -2,73 +2,75 @@
 
 import io
 import json
-import re
 
 import numpy as np
 import pytest
 import scipy.stats
 import tokenizers
+from checks import refused
+from corpora import json_lines, text_file
 
-from ttcd_jax.data.corpus import CorpusConfig, load_documents
+from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.packing import encode_documents
-from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
+from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, train_tokenizer
 from ttcd_jax.errors import DataError
-from ttcd_jax.measure.by_document import Means, cells, means_of, means_over_documents
-from ttcd_jax.measure.selection import Selection, plain_documents, read_manifest, select
-from ttcd_jax.tasks.final_block import BlockLoss
+from ttcd_jax.measure.by_document import (
+    Means,
+    Selection,
+    cells,
+    means_of,
+    means_over_documents,
+    plain_documents,
+    read_manifest,
+    select,
+)
+from ttcd_jax.tasks.documents import BlockLoss
 
 TEXTS = {"a": b"abcdefghij", "b": b" \n\t ", "c": b"klm", "d": b"nopqrstuvwxyz", "e": b"0123456"}
 
 
-def _documents(tmp_path, texts=TEXTS, tokenizer=None):
-    for name, text in texts.items():
+def _documents(path):
+    """The records of a file or folder, and its documents."""
+    records = encode_documents(load_documents(text_file(path), "train"), ByteTokenizer())
+    return records, plain_documents([records], ByteTokenizer())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, text in TEXTS.items():
         (tmp_path / f"{name}.txt").write_bytes(text)
-    corpus = CorpusConfig(kind="text", path=str(tmp_path), validation_percent=0)
-    tokenizer = tokenizer or ByteTokenizer()
-    records = encode_documents(load_documents(corpus, "train"), tokenizer)
-    return records, plain_documents([records], tokenizer)
+    return tmp_path
 
 
-def test_documents_have_no_special_tokens_and_blank_ones_are_left_out(tmp_path):
-    records, documents = _documents(tmp_path)
-    found = [bytes(ids.tolist()) for ids in documents]
-    assert found == [TEXTS[name] for name in "acde"]
+def test_documents_have_no_special_tokens_and_blank_ones_are_left_out(folder):
+    records, documents = _documents(folder)
+    assert [bytes(ids.tolist()) for ids in documents] == [TEXTS[name] for name in "acde"]
     assert records.num_files == 5
-    (tmp_path / "many").mkdir()
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in ("one", "", " ", "two"))
-    (tmp_path / "many" / "x.jsonl").write_text(lines)
-    corpus = CorpusConfig(kind="text", path=str(tmp_path / "many"), glob="*.jsonl")
-    corpus = corpus.replace(validation_percent=0)
-    records = encode_documents(load_documents(corpus, "train"), ByteTokenizer())
-    assert records.num_files == 1
-    assert len([*plain_documents([records], ByteTokenizer())]) == 2
+    (folder / "x.jsonl").write_bytes(json_lines(("one", "", " ", "two")))
+    records, documents = _documents(folder / "x.jsonl")
+    assert (records.num_files, len([*documents])) == (1, 2)
 
 
-def test_the_first_long_enough_documents_are_chosen_up_to_the_budget(tmp_path):
-    _, documents = _documents(tmp_path)
-    kept = (ids[-9:] for ids in documents)
+def test_the_first_long_enough_documents_are_chosen_up_to_the_budget(folder):
+    kept = (ids[-9:] for ids in _documents(folder)[1])
     chosen = select(kept, lambda ids: ids, min_tokens=7, max_tokens=18)
     texts = [bytes(ids.tolist()) for ids in chosen.documents]
     assert texts == [b"bcdefghij", b"rstuvwxyz"]  # 18 tokens: the last document is not looked at
     stats = chosen.stats
     assert (stats["sampled_docs"], stats["eligible_docs"], stats["min_doc_tokens"]) == (3, 2, 7)
     assert stats["selected_total_tokens"] == stats["eligible_total_tokens"] == 18
-    quantiles = {"p50": 9, "p75": 9, "p90": 9, "p95": 9, "p99": 9, "max": 9}
+    quantiles = dict.fromkeys(("p50", "p75", "p90", "p95", "p99", "max"), 9)
     assert stats["sampled_doc_length_quantiles"] == quantiles
     assert stats["selected_doc_length_quantiles"] == quantiles
     long = [np.zeros(n, np.int32) for n in (10, 3000, 20_000, 5000)]
     stats = select(long, lambda ids: ids[:7], min_tokens=2048, max_documents=2).stats
     assert (stats["sampled_docs"], stats["selected_total_tokens"]) == (3, 14)
     assert stats["sampled_doc_length_quantiles"]["p90"] == 3000  # index int(2 * 0.9)
-    counts = [stats[f"{x}_ge_{n}"] for n in (2048, 4096, 32768) for x in ("sampled_docs",)]
-    assert counts == [2, 1, 0]
+    assert [stats[f"sampled_docs_ge_{n}"] for n in (2048, 4096, 32768)] == [2, 1, 0]
     assert (stats["eligible_docs_ge_16384"], stats["eligible_tokens_ge_2048"]) == (1, 23_000)
-
-
-def test_too_short_documents_are_refused_with_both_lengths(tmp_path):
-    _, documents = _documents(tmp_path)
-    with pytest.raises(DataError, match=r"none of 4 documents has 14 tokens \(longest: 13\): take"):
-        select(documents, lambda ids: ids, min_tokens=14)
+    words = "none of 4 documents has 14 tokens (longest: 13): take"
+    documents = _documents(folder)[1]
+    refused(words, select, documents, lambda ids: ids, min_tokens=14, error=DataError)
 
 
 def _selection():
@@ -101,14 +103,11 @@ def _npz(**changes):
     return file.getvalue()
 
 
-def test_the_manifest_of_the_authors_is_read(tmp_path):
-    path = tmp_path / "theirs.npz"
-    path.write_bytes(_npz())
-    assert [ids.tolist() for ids in read_manifest(path, "x").documents] == [[0, 1], [2, 3, 4, 5]]
+_HUGE = _npz().replace(b"'shape': (6,), ", b"'shape': (9" + b"9" * 13)  # the header of the tokens
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "words"),
     [
         (_npz(tokenizer=np.array("f" * 64)), "made by another tokenizer (ffffffffffff) than"),
         (_npz(lengths=np.array([2, 5])), "it has 6 tokens, and other lengths: [2 5]"),
@@ -124,35 +123,26 @@ def test_the_manifest_of_the_authors_is_read(tmp_path):
         (_npz(document_stats_json=np.array("{")), "is no manifest of documents"),
         (_npz()[:-40], "is no manifest of documents"),
         (_npz()[:200], "is no manifest of documents"),
+        (_HUGE, "is no manifest of documents"),
         (b"text", "is no manifest of documents"),
         (None, "cannot be read: No such file"),
     ],
 )
-def test_what_is_no_manifest_is_refused(tmp_path, content, message):
+def test_what_is_no_manifest_is_refused_and_that_of_the_authors_is_read(tmp_path, content, words):
     path = tmp_path / "documents.npz"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError, match=re.escape(message)):
-        read_manifest(path, "byte")
-
-
-def test_a_header_that_promises_too_much_is_refused(tmp_path):
-    path = tmp_path / "documents.npz"
-    large = _npz(flat_tokens=np.arange(6)).replace(b"'shape': (6,), ", b"'shape': (9" + b"9" * 13)
-    path.write_bytes(large)
-    with pytest.raises(DataError, match="is no manifest of documents"):
-        read_manifest(path, "byte")
+    path.write_bytes(_npz())
+    assert [ids.tolist() for ids in read_manifest(path, "x").documents] == [[0, 1], [2, 3, 4, 5]]
+    path.unlink() if content is None else path.write_bytes(content)
+    refused(words, read_manifest, path, "byte", error=DataError)
 
 
 def test_a_tokenizer_has_one_digest(tmp_path):
-    tokenizer = tokenizers.ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(
-        ["some text"] * 3, 260, special_tokens=["<s>", "</s>"], show_progress=False
-    )
-    tokenizer.save(str(tmp_path / "a.json"))
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    (tmp_path / "a.json").write_text(train_tokenizer([b"some text"] * 3, 260))
+    tokenizer = tokenizers.Tokenizer.from_file(paths[0])
     tokenizer.enable_truncation(4)
-    tokenizer.save(str(tmp_path / "b.json"))
-    first, second = (JsonTokenizer(str(tmp_path / x)) for x in ("a.json", "b.json"))
+    tokenizer.save(paths[1])
+    first, second = map(JsonTokenizer, paths)
     assert first.digest == second.digest != ByteTokenizer().digest
 
 
@@ -195,8 +185,8 @@ def test_differences_of_variants_are_paired_by_document():
     _, (mean, low, high) = pairs["run"]
     assert mean[0] == pytest.approx(-gains.mean())
     assert high[0] - low[0] < 0.01 < 0.5 < np.ptp(means["other"][1][1:])
-    with pytest.raises(ValueError, match="on other tokens"):
-        means_of(series | {"run, off (eta = 0)": off[1:]}, lambda record: "all")
+    series |= {"run, off (eta = 0)": off[1:]}
+    refused("on other tokens", means_of, series, lambda record: "all")
 
 
 def test_a_mean_and_its_interval_are_one_cell():

@@ -1,29 +1,65 @@
 """Scores and likelihoods are those of one forward pass, texts those of `Generation`, in the order
-of the requests; an evaluation that goes on computes only what is missing."""
+of the requests; an evaluation that is killed goes on when its command is given again, and shows its
+progress.
 
+As a script on eight fake devices, `test_scorer.py MESH ...` with meshes as 2x2x1x2 (data x fsdp x
+seq x tensor), it prints the largest differences of each mesh from one device.
+"""
+
+import json
+import shutil
+import signal
+import sys
+import time
 from pathlib import Path
 
+import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, randomize
+from checks import assert_close, randomize, refused
 from damage import flip_bit
 from devices import run_on_devices
 from flax import nnx
 from small_models import SETTINGS, byte_model, config_of
+from tiny_run import save_text_model
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.errors import DataError
 from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.measure import scorer as module
-from ttcd_jax.measure.journal import Journal
+from ttcd_jax.measure.journal import Journal, RowProgress
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.train.state import with_params
 
-_stream = module.stream
 BOUND = 1e-10  # sums in another order
 LENGTHS = (3, 40, 1, 17, 9, 40, 2)
+LENGTHS_ON_MESHES = (13, 5, 17, 2, 9, 16, 3, 11, 7)
+
+
+# The command, killed before it computes batch `killed_at`.
+PROGRAM = """
+import os, runpy, signal, sys
+
+from ttcd_jax.measure import journal
+from ttcd_jax.measure.scorer import Scorer
+
+killed_at, read = int(sys.argv.pop(1)), Scorer._in_one_pass
+computed = []
+journal._SECONDS = 0.0
+
+def noted(*arguments):
+    if len(computed) == killed_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    computed.append(1)
+    print("computed", file=sys.stderr, flush=True)
+    return read(*arguments)
+
+Scorer._in_one_pass = noted
+runpy.run_module("experiments.evaluate", run_name="__main__", alter_sys=True)
+"""
 
 
 def _rows(lengths=LENGTHS, vocab_size=11):
@@ -39,21 +75,18 @@ def _expected(model, row):
     return -logits[np.arange(len(row) - 1), row[1:]], logits.argmax(-1) == row[1:]
 
 
-def _model(method, **changes):
-    return randomize(Transformer, config_of(method, **changes))
-
-
-def _ahead():
-    memory = SETTINGS["ipttcd"].replace(is_conv_causal=False)
-    return _model("ipttcd", memory=memory)
+def _model(method):
+    if method == "ahead":
+        memory = SETTINGS["ipttcd"].replace(is_conv_causal=False)
+        return randomize(Transformer, config_of("ipttcd", memory=memory))
+    return randomize(Transformer, config_of(method))
 
 
 @pytest.mark.parametrize("one_pass", [1, 16, 2048])
 @pytest.mark.parametrize("method", ["ipttcd", "full", "ahead"])
 def test_losses_of_rows_of_any_length_are_those_of_one_pass(method, one_pass, float64, monkeypatch):
     monkeypatch.setattr(module, "ONE_PASS", one_pass)
-    model = _ahead() if method == "ahead" else _model(method)
-    rows = _rows()
+    model, rows = _model(method), _rows()
     found = Scorer(model, batch_size=3).losses(rows)
     for row, scores in zip(rows, found, strict=True):
         assert scores.losses.shape == (len(row) - 1,)
@@ -68,17 +101,17 @@ def test_likelihoods_are_those_of_whole_rows_and_contexts_are_read_once(
     method, max_repeated, float64, monkeypatch
 ):
     monkeypatch.setattr(module, "MAX_REPEATED", max_repeated)
-    model = _ahead() if method == "ahead" else _model(method)
+    model, num_read, stream = _model(method), [], module.stream
     contexts = _rows((5, 30, 1))
     requests = [(contexts[i % 3], rest) for i, rest in enumerate(_rows((4, 1, 5, 9, 2, 6, 3)))]
     greedy = np.asarray(model(jnp.asarray(contexts[1][None])))[0, -1].argmax()
     requests.append((contexts[1], np.array([greedy])))
-    num_read = []
-    monkeypatch.setattr(
-        module,
-        "stream",
-        lambda *args, **size: (num_read.append(int(args[3].sum())), _stream(*args, **size))[1],
-    )
+
+    def counted(*args, **size):
+        num_read.append(int(args[3].sum()))
+        return stream(*args, **size)
+
+    monkeypatch.setattr(module, "stream", counted)
     found = Scorer(model, batch_size=2).loglikelihoods(requests)
     for (context, rest), result in zip(requests, found, strict=True):
         losses, is_hit = _expected(model, np.concatenate([context, rest]))
@@ -87,16 +120,33 @@ def test_likelihoods_are_those_of_whole_rows_and_contexts_are_read_once(
         assert result.is_greedy == is_hit[part].all()
     assert found[-1].is_greedy
     if method != "ahead":
-        of_continuations = sum(max(len(rest) - 1, 0) for _, rest in requests)
         is_shared = max_repeated < 71  # tokens of contexts that continuations share
-        assert sum(num_read) == is_shared * (sum(map(len, contexts)) + of_continuations)
+        whole = sum(len(x) - 1 for x in contexts) + sum(len(rest) for _, rest in requests)
+        assert sum(num_read) == is_shared * whole
+
+
+def _on_mesh(name):
+    from equal_on_devices import V, config, mesh_of, placed_params
+
+    model_config, mesh = config("ipttcd", num_layers=2, fast_layers=(0,)), mesh_of(name)
+    rows = _rows(LENGTHS_ON_MESHES, V)
+    pairs = [(rows[i % 3], row) for i, row in enumerate(rows)]
+    params, found = placed_params(model_config, mesh), {}
+    with jax.set_mesh(mesh):
+        scorer = Scorer(with_params(model_config, params), batch_size=8)
+        for kind, module.ONE_PASS in (("streamed", 1), ("one pass", 2048)):
+            found[kind] = np.concatenate([x.losses for x in scorer.losses(rows)])
+            likelihoods = scorer.loglikelihoods(pairs)
+            found[f"likelihoods, {kind}"] = np.array([x.log_likelihood for x in likelihoods])
+    return found
 
 
 def test_a_mesh_changes_neither_losses_nor_likelihoods():
     meshes = ("2x2x1x2", "1x2x2x2")  # on the second, rows are cut along seq
-    found = run_on_devices(Path(__file__).parent / "scoring_on_devices.py", *meshes)
+    found = run_on_devices(Path(__file__), *meshes)
     assert found.keys() == {*meshes}
     for mesh, distances in found.items():
+        assert len(distances) == 4
         assert max(distances.values()) < BOUND, (mesh, distances)
 
 
@@ -111,8 +161,7 @@ def test_texts_are_those_of_generation_in_the_order_of_requests(monkeypatch):
     batches, num_read = [], []
 
     def generation(model, tokenizer, requests, **options):
-        sizes = [(x.max_new_tokens, len(x.tokens)) for x in requests if x.max_new_tokens]
-        batches.append(sizes)
+        batches.append([(x.max_new_tokens, len(x.tokens)) for x in requests if x.max_new_tokens])
         return Generation(model, tokenizer, requests, **options)
 
     monkeypatch.setattr(module, "Generation", generation)
@@ -120,8 +169,7 @@ def test_texts_are_those_of_generation_in_the_order_of_requests(monkeypatch):
     scorer = Scorer(model, tokenizer, batch_size=2)
     found = scorer.generate(requests)
     assert batches == [[(6, 23), (6, 1)], [(5, 11), (5, 8)], [(5, 1)]]
-    whole = sum(len(x.tokens) + 1 + x.max_new_tokens for x in requests)
-    assert sum(num_read) == whole
+    assert sum(num_read) == sum(len(x.tokens) + 1 + x.max_new_tokens for x in requests)
     for request, text in zip(requests, found, strict=True):
         events = Generation(scorer.inference, tokenizer, [request])
         assert text == "".join(event.text for event in events)
@@ -129,14 +177,14 @@ def test_texts_are_those_of_generation_in_the_order_of_requests(monkeypatch):
 
 @pytest.mark.parametrize(("count", "num_shapes"), [(200, 1), (2000, 2), (20000, 6)])
 def test_a_task_of_short_questions_has_few_programs(count, num_shapes, float64, monkeypatch):
-    model, shapes = _model("ipttcd"), set()
+    shapes = set()
 
     def read(tokens, lengths):
         shapes.add(tokens.shape)
         scores = np.zeros((len(tokens), tokens.shape[1] - 1))
         return module.Scores(scores, scores == 0)
 
-    scorer = Scorer(model)
+    scorer = Scorer(_model("ipttcd"))
     monkeypatch.setattr(scorer, "_in_one_pass", read)
     lengths = np.random.default_rng(0).integers(2, 300, size=count)
     questions = [(row[:1], row[1:]) for row in _rows(lengths)]
@@ -145,71 +193,105 @@ def test_a_task_of_short_questions_has_few_programs(count, num_shapes, float64, 
 
 
 def test_mistakes_are_refused():
-    model = randomize(Transformer, byte_model())
-    with pytest.raises(UserError, match="a context is empty: give it at least one token"):
-        Scorer(model).loglikelihoods([(np.array([], int), np.array([1]))])
-    with pytest.raises(DataError, match="9999"):
-        Scorer(model).losses([np.array([1, 9999])])
-    with pytest.raises(UserError, match="without a tokenizer"):
-        Scorer(model).generate([Request(tokens=[1])])
-    assert Scorer(model).losses([]) == []
-
-
-class _Killed(BaseException):
-    pass
-
-
-def _scores(model, folder, rows, most=None, identity="task"):
-    """(scores, batches computed), killed before batch `most`."""
-    computed = []
-    scorer = Scorer(model, batch_size=2, journal=Journal(folder, identity))
-    read = scorer._in_one_pass
-
-    def noted(tokens, lengths):
-        if len(computed) == most:
-            raise _Killed
-        computed.append(lengths.tolist())
-        return read(tokens, lengths)
-
-    scorer._in_one_pass = noted
-    try:
-        return scorer.losses(rows), computed
-    except _Killed:
-        return None, computed
-
-
-def _same(found, expected):
-    for pair in zip(found, expected, strict=True):
-        for one, other in zip(*pair, strict=True):
-            np.testing.assert_array_equal(one, other)
-
-
-def test_an_interrupted_evaluation_goes_on(tmp_path, float64):
-    model, rows = _model("ipttcd"), _rows()
-    expected, whole = _scores(model, tmp_path / "a", rows)
-    assert len(whole) == 4
-    assert _scores(model, tmp_path / "b", rows, most=2) == (None, whole[:2])
-    found, computed = _scores(model, tmp_path / "b", rows)
-    assert computed == whole[2:]
-    _same(found, expected)
-    # Everything is there now.
-    found, computed = _scores(model, tmp_path / "b", rows)
-    assert computed == []
-    _same(found, expected)
+    scorer, one, none = Scorer(randomize(Transformer, byte_model())), np.array([1]), np.array([])
+    refused("a context is empty: give it at least one token", scorer.loglikelihoods, [(none, one)])
+    requests = [(one, one), (one, none)]
+    refused("continuation 1 is empty and has no likelihood", scorer.loglikelihoods, requests)
+    for wrong in (9999, -1):
+        refused(str(wrong), scorer.losses, [np.array([1, wrong])], error=DataError)
+        refused(str(wrong), scorer.loglikelihoods, [(one, np.array([wrong]))], error=DataError)
+    refused("without a tokenizer", scorer.generate, [Request(tokens=[1])])
+    assert scorer.losses([]) == []
 
 
 def test_answers_to_other_requests_and_damaged_ones_are_not_used(tmp_path, float64):
-    model, rows = _model("ipttcd"), _rows()
-    expected, whole = _scores(model, tmp_path, rows)
-    others = [*rows[:-1], rows[-1][::-1] + 1]
-    assert _scores(model, tmp_path, others)[1] == whole
-    assert _scores(model, tmp_path, rows, identity="other")[1] == whole
+    model, rows, scores = _model("ipttcd"), _rows(), []
+
+    def computed(rows=rows, model=model, identity="task"):
+        """The batches that are computed."""
+        scorer, batches = Scorer(model, batch_size=2, journal=Journal(tmp_path, identity)), []
+        read = scorer._in_one_pass
+        scorer._in_one_pass = lambda *batch: (batches.append(batch[1].tolist()), read(*batch))[1]
+        scores.append(scorer.losses(rows))
+        return batches
+
+    whole = computed()
+    assert len(whole) == 4
+    assert computed() == []
+    assert computed([*rows[:-1], rows[-1][::-1] + 1]) == whole
+    assert computed(identity="other") == whole
     changed = nnx.clone(model)
     changed.embedding[...] = changed.embedding[...].at[0, 0].add(1e-3)
-    assert _scores(changed, tmp_path, rows)[1] == whole
+    assert computed(model=changed) == whole
     for path in tmp_path.iterdir():
         flip_bit(path, -1)
-    found, computed = _scores(model, tmp_path, rows)
-    assert computed == whole
-    _same(found, expected)
-    assert _scores(model, tmp_path, rows)[1] == []
+    assert computed() == whole
+    assert computed() == []
+    for found in (scores[1], scores[-1]):
+        jax.tree.map(np.testing.assert_array_equal, found, scores[0])
+
+
+def test_a_killed_command_goes_on_and_writes_the_same_results(tmp_path):
+    program, run_dir, text = tmp_path / "program.py", tmp_path / "run", tmp_path / "text.txt"
+    program.write_text(PROGRAM)
+    text.write_text("a text that is measured " * 20)
+    save_text_model(run_dir, byte_model())
+    options = (f"--run_dir={run_dir}", "--task=ppl", f"--text={text}", "--seq_len=32")
+
+    def evaluate(killed_at, status=0):
+        result = commands.run(program, str(killed_at), *options, "--batch_size=4")
+        assert result.returncode == status, result.stderr
+        return result.stderr.count("computed")
+
+    def results():
+        return {x.name: x.read_bytes() for x in (run_dir / "eval" / "ppl").iterdir()}
+
+    num_batches = evaluate(-1)
+    assert num_batches == 8  # 4 with the memory, 4 without
+    expected = results()
+    shutil.rmtree(run_dir / "eval")
+    assert evaluate(2, -signal.SIGKILL) == 2
+    assert evaluate(3, -signal.SIGKILL) == 3  # in the second variant
+    assert not (run_dir / "eval" / "ppl" / "results.json").exists()
+    assert evaluate(-1) == num_batches - 5
+    assert results() == expected
+
+
+def _shown(monkeypatch, capsys, times, progress, *added):
+    """What the progress of rows prints, at these times."""
+    monkeypatch.setattr(time, "monotonic", iter(times).__next__)
+    progress = RowProgress(*progress)
+    for rows, work in added:
+        progress.add(rows, work)
+    progress.end()
+    return capsys.readouterr().err
+
+
+def test_the_time_left_is_by_work_since_the_first_batch(capsys, monkeypatch):
+    """That takes five minutes of compilation, which tell nothing of the others; the second is too
+    early for a line."""
+    times, added = (0.0, 300.0, 305.0, 320.0, 350.0), ((1, 100), (1, 100), (2, 200), (2, 200))
+    shown = _shown(monkeypatch, capsys, times, ("ppl, on", 4, 10, 600), *added)
+    assert shown.splitlines() == [
+        "ppl, on: 5 of 10 rows",
+        "ppl, on: 8 of 10 rows, 0:13 left",
+        "ppl, on: 10 of 10 rows, 0:00 left",
+    ]
+    assert _shown(monkeypatch, capsys, (0.0, 1000.0), ("", 0, 2, 20), (1, 10)) == ""
+
+
+def test_progress_at_a_terminal_is_one_line_that_is_cleared(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    shown = _shown(monkeypatch, capsys, (0.0, 1.0, 2.0), ("ppl", 0, 2, 20), (1, 10), (1, 10))
+    lines = ("ppl: 0 of 2 rows", "ppl: 1 of 2 rows", "ppl: 2 of 2 rows, 0:00 left", "")
+    assert shown == "".join(f"\r\x1b[K{line}" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1] / "sharding"))
+    jax.config.update("jax_enable_x64", True)
+    expected, distances = _on_mesh("1x1x1x1"), {}
+    for mesh in sys.argv[1:]:
+        found = _on_mesh(mesh)
+        distances[mesh] = {x: float(np.abs(found[x] - expected[x]).max()) for x in expected}
+    print(json.dumps(distances))

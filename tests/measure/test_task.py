@@ -9,23 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import randomize
+from checks import randomize, refused
 from small_models import config_of
 
 from experiments.cli import parse_options
 from ttcd_jax.config import Positive
 from ttcd_jax.errors import DataError, NonFiniteError, UserError
 from ttcd_jax.files import write_json
-from ttcd_jax.measure.results import (
-    evaluate,
-    merged,
-    read_all_results,
-    read_results,
-    task_sections,
-)
+from ttcd_jax.measure.results import evaluate, merged, read_all_results, read_results, task_sections
 from ttcd_jax.measure.task import RowTask, Subject, find_task, register, row_scores
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
+from ttcd_jax.run.bindings import rebound
 from ttcd_jax.tasks import TASKS
 
 NUM_ROWS = 5
@@ -92,27 +87,47 @@ def test_rows_are_scored_in_batches_and_none_counts_twice(toy, result, tmp_path)
     assert result.rows == NUM_ROWS
     subject = _subject(tmp_path)
     rows = toy().rows(subject)
-    logits = subject.model(jnp.asarray(rows["tokens"]))
-    losses = -np.take_along_axis(
-        np.asarray(jax.nn.log_softmax(logits)), rows["targets"][:, :, None], axis=2
-    )
-    on, off = result.series.items()
-    assert (on[0], off[0]) == ("mine, fast weights on", "mine, off (eta = 0)")
-    assert [record.rows for record in on[1]] == [NUM_ROWS, NUM_ROWS]
-    np.testing.assert_allclose(
-        [record.loss for record in on[1]], [losses[:, :4].mean(), losses[:, 4:].mean()], rtol=1e-6
-    )
+    logits = jax.nn.log_softmax(subject.model(jnp.asarray(rows["tokens"])))
+    losses = -np.take_along_axis(np.asarray(logits), rows["targets"][:, :, None], axis=2)
+    assert [*result.series] == ["mine, fast weights on", "mine, off (eta = 0)"]
+    on, off = result.series.values()
+    assert [record.rows for record in on] == [NUM_ROWS, NUM_ROWS]
+    expected = [losses[:, :4].mean(), losses[:, 4:].mean()]
+    np.testing.assert_allclose([record.loss for record in on], expected, rtol=1e-6)
     # The first half is the first chunk, which has no memory to read.
-    assert on[1][0] == off[1][0]
-    assert on[1][1] != off[1][1]
+    assert on[0] == off[0]
+    assert on[1] != off[1]
     assert len(toy(max_rows=2).rows(subject)["tokens"]) == 2
 
 
 def test_measures_that_are_not_finite_are_refused(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(toy, "measure", lambda *_: [Half("first", 1, float("nan"))])
-    with pytest.raises(NonFiniteError, match=r"task halves: loss of mine, .* is nan at step 7"):
-        evaluate(toy(), _subject(tmp_path, "mine"), 7)
+    words, subject = "task halves: loss of mine, | is nan at step 7", _subject(tmp_path, "mine")
+    refused(words, evaluate, toy(), subject, 7, error=NonFiniteError)
+    monkeypatch.setattr(toy, "measure", lambda *_: [])
+    refused("task halves finds nothing to measure", evaluate, toy(), subject, 7)
     assert not list(tmp_path.rglob("results.json"))
+
+
+@pytest.mark.parametrize("record", [{"half": "first", "rows": 1, "loss": 1.0}, ("first", 1, 1.0)])
+def test_other_records_are_refused(toy, tmp_path, monkeypatch, record):
+    monkeypatch.setattr(toy, "measure", lambda *_: [record])
+    with pytest.raises(UserError, match=r"task halves measures .*: return a list of Half"):
+        evaluate(toy(), _subject(tmp_path), 7)
+
+
+def test_numbers_of_numpy_and_jax_are_those_of_python(toy, tmp_path, monkeypatch):
+    record = Half(np.int64(3), jnp.asarray(2), np.float32(0.5))
+    monkeypatch.setattr(toy, "measure", lambda *_: iter([record]))
+    found = evaluate(toy(), _subject(tmp_path, "mine"), 7)
+    assert read_results(found.write() / "results.json").series["mine, off (eta = 0)"] == [
+        Half(3, 2, 0.5)
+    ]
+
+
+def test_two_records_of_one_bucket_have_no_table(toy):
+    with pytest.raises(UserError, match="task halves has several records of one half"):
+        toy.table({"a run": [Half("first", 1, 1.0), Half("first", 1, 3.0)]})
 
 
 def test_results_are_written_read_and_reported(toy, result, tmp_path):
@@ -121,35 +136,25 @@ def test_results_are_written_read_and_reported(toy, result, tmp_path):
     assert (folder / "halves.png").read_bytes().startswith(b"\x89PNG")
     first = result.series["mine, fast weights on"][0]
     line = f'"mine, fast weights on",first,{NUM_ROWS},{first.loss}'
-    assert (folder / "results.csv").read_text().splitlines()[1] == line
+    assert (folder / "results.csv").read_text().splitlines()[:2] == ["series,half,rows,loss", line]
     run_dir = folder.parents[1]
     assert read_all_results([run_dir]) == {"mine": [result]}
     (section,) = task_sections({"mine": [result]}, tmp_path)
     assert section.title == toy.title
-    assert section.table[0] == {"half": "first"} | {
-        name: records[0].loss for name, records in result.series.items()
-    }
+    losses = {name: records[0].loss for name, records in result.series.items()}
+    assert section.table[0] == {"half": "first"} | losses
     assert [(tmp_path / picture.path).name for picture in section.pictures] == ["halves.png"]
-    (folder / "results.json").write_text(json.dumps(result.to_dict())[:-5])
-    with pytest.raises(UserError, match=r"results\.json is not JSON"):
-        read_all_results([run_dir])
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
+    for fields in (
         {"half": "first", "rows": 1},
         {"half": "first", "rows": "1", "loss": 1.0},
         {"half": "first", "rows": 1, "loss": [1.0]},
         3,
-    ],
-    ids=["missing", "of another type", "a list", "no object"],
-)
-def test_a_damaged_record_is_named(result, tmp_path, fields):
-    path = tmp_path / "eval/x/results.json"
-    write_json(path, result.to_dict() | {"series": {"mine": [fields]}})
-    with pytest.raises(DataError, match=rf"{path} is damaged .*Half"):
-        read_results(path)
+    ):
+        path = folder / "results.json"
+        write_json(path, result.to_dict() | {"series": {"mine": [fields]}})
+        refused(f"{path} is damaged |Half", read_results, path, error=DataError)
+    path.write_text(json.dumps(result.to_dict())[:-5])
+    refused("results.json is not JSON", read_all_results, [run_dir])
 
 
 def test_runs_of_one_label_are_named_by_their_folders(result, tmp_path):
@@ -165,24 +170,18 @@ def test_runs_of_one_label_are_named_by_their_folders(result, tmp_path):
     assert [[*x.series] for (x,) in found.values()] == [[f"{name}, long"] for name in names]
 
 
-def test_a_table_for_spreadsheets_holds_no_formula(result, tmp_path):
-    series = {"=cmd()": [Half("-1+1", 1, -2.0)]}
-    folder = dataclasses.replace(result, run_dir=tmp_path, series=series).write()
-    assert (folder / "results.csv").read_text().splitlines()[1] == "'=cmd(),'-1+1,1,-2.0"
-
-
-def test_a_bucket_may_be_a_number_and_results_are_there_before_pictures(toy, result, tmp_path):
-    series = {"mine": [Half(1, 1, 2.0), Half(2, 1, None)]}
+def test_a_bucket_may_be_a_number_and_results_are_there_before_pictures(
+    toy, result, tmp_path, monkeypatch
+):
+    """A table for spreadsheets holds no formula."""
+    series = {"mine": [Half(1, 1, 2.0), Half(2, 1, None)], "=cmd()": [Half("-1+1", 1, -2.0)]}
     written = dataclasses.replace(result, run_dir=tmp_path, series=series)
-    assert (written.write() / "halves.png").stat().st_size > 1000
-
-    def fail(*args):
-        raise TypeError("of a picture")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(toy, "pictures", fail)
-        with pytest.raises(TypeError):
-            dataclasses.replace(written, step=8).write()
+    folder = written.write()
+    assert (folder / "halves.png").stat().st_size > 1000
+    assert (folder / "results.csv").read_text().splitlines()[3] == "'=cmd(),'-1+1,1,-2.0"
+    monkeypatch.setattr(toy, "pictures", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        dataclasses.replace(written, step=8).write()
     assert read_all_results([tmp_path])["mine"][0].step == 8
 
 
@@ -190,68 +189,83 @@ def test_other_cases_are_not_the_same_measure(toy, result, tmp_path, caplog):
     assert [*result.measured_on] == [""]
     again = evaluate(toy(batch_size=5), _subject(tmp_path, "mine"), 7)
     assert again.measured_on == result.measured_on  # by the cases, not by how they are read
-    longer = evaluate(toy(length=16), _subject(tmp_path, "other"), 7)
-    with pytest.raises(
-        UserError, match=r"halves was not measured on the same text in .*halves.mine"
-    ):
-        merged([result, longer])
-    again.write()
     for digests, options in (({"": "older"}, {}), (3, {}), (again.measured_on, {"length": 16})):
         old = again.to_dict() | {"measured_on": digests, "facts": 3}
         write_json(tmp_path / "eval/halves.mine/results.json", old)
-        evaluate(toy(batch_size=5, **options), _subject(tmp_path, "mine"), 7)
+        longer = evaluate(toy(batch_size=5, **options), _subject(tmp_path, "mine"), 7)
         message = "halves.mine/results.json was measured on other text, or other rows of it: it is"
         assert caplog.text.count(message) == 1
         caplog.clear()
+    refused("halves was not measured on the same text in |halves.mine", merged, [result, longer])
     again.write()
     evaluate(toy(), _subject(tmp_path, "mine"), 7)
     assert not caplog.text
+    other = toy(), _subject(tmp_path, "its"), 7, "halves.mine"
+    refused("is of label 'mine', not 'its': choose", evaluate, *other)
+
+
+def test_what_is_measured_is_not_measured_again(toy, tmp_path, monkeypatch, capsys):
+    subject, measure = _subject(tmp_path), toy.measure
+    first, calls = evaluate(toy(), subject, 7), []
+
+    def counted(*arguments):
+        calls.append(1)
+        return measure(*arguments)
+
+    first.write()
+    monkeypatch.setattr(toy, "measure", counted)
+    again = evaluate(toy(batch_size=3), subject, 7)
+    assert (again.series, again.rows, calls) == (first.series, NUM_ROWS, [])
+    assert f"measured before: remove {first.path} to measure it again" in capsys.readouterr().out
+    for task, step in ((toy(), 8), (toy(length=4), 7), (toy(max_rows=2), 7)):
+        calls.clear()
+        evaluate(task, subject, step)
+        assert len(calls) == 2  # with the memory and without
+    path = first.path / "results.json"
+    path.write_bytes(path.read_bytes()[:-9])
+    evaluate(toy(), subject, 7)
+    assert len(calls) == 4
+
+
+def test_bindings_of_the_task_are_its_options(toy):
+    changed = rebound(toy(length=4), ["Halves.sizes = (4, 8)", "Halves.text = 'a'"])
+    assert changed == toy(length=4, sizes=(4, 8), text="a")
+    refused("Halves has no field 'lenght'; did you", rebound, toy(), ["Halves.lenght = 3"])
 
 
 def test_a_refusal_names_both_results_where_they_lie_now(result, tmp_path):
     written = dataclasses.replace(result, run_dir=tmp_path / "original")
-    written.write()
     other = {"measured_on": {"": "of other text"}, "folder": "halves.other"}
-    dataclasses.replace(written, **other).write()
+    for x in (written, dataclasses.replace(written, **other)):
+        x.write()
     run_dir = (tmp_path / "original").rename(tmp_path / "moved")
-    found = read_all_results([run_dir])
-    with pytest.raises(UserError) as refusal:
-        task_sections(found, tmp_path)
     folders = [str(run_dir / "eval" / name) for name in ("halves.mine", "halves.other")]
-    assert all(folder in str(refusal.value) for folder in folders)
-    assert str(refusal.value).endswith("same options and text, or remove one")
+    words = "|".join((*folders, "same options and text, or remove one"))
+    refused(words, task_sections, read_all_results([run_dir]), tmp_path)
 
 
 def test_runs_share_a_table_when_their_buckets_are_the_same(toy, result):
-    series = {"other": result.series["mine, fast weights on"]}
-    whole = merged([result, dataclasses.replace(result, series=series)])
-    assert [*whole.series] == [*result.series, "other"]
-    cut = {"other": series["other"][:1]}
-    with pytest.raises(UserError, match="other buckets"):
-        merged([result, dataclasses.replace(result, series=cut)])
-
-
-def _parsed(name, options):
-    return parse_options(find_task(name), f"task {name}", options)
+    records = result.series["mine, fast weights on"]
+    other, cut = (dataclasses.replace(result, series={"other": x}) for x in (records, records[:1]))
+    assert [*merged([result, other]).series] == [*result.series, "other"]
+    refused("other buckets", merged, [result, cut])
 
 
 def test_options_are_those_of_the_task(toy):
-    with pytest.raises(
-        UserError, match="no option '--title=x': it takes batch_size=VALUE, max_rows"
-    ):
-        parse_options(toy, "task halves", ["--title=x"])
-    options = ["--length=4", "--text=12", "--batch_size=3"]
-    assert _parsed("halves", options) == toy(length=4, text="12", batch_size=3)
-    several = ["--sizes=4,8", "--names=a,b", "--names=c"]
-    assert _parsed("halves", several) == toy(sizes=(4, 8), names=("a,b", "c"))
-    for name, option, message in [
-        ("halves", "--seq_len=4", r"task halves has no option '--seq_len=4': .* length=VALUE"),
+    def parsed(name, *options):
+        return parse_options(find_task(name), f"task {name}", options)
+
+    options = ("--length=4", "--text=12", "--sizes=4,8", "--names=a,b", "--names=c")
+    expected = toy(length=4, text="12", sizes=(4, 8), names=("a,b", "c"))
+    assert parsed("halves", *options) == expected
+    for name, option, words in [
+        ("halves", "--title=x", "no option '--title=x': it takes batch_size=VALUE, max_rows"),
+        ("halves", "--seq_len=4", "task halves has no option '--seq_len=4': | length=VALUE"),
         ("needle", "--text=a", "task needle has no option '--text=a'"),
         ("needle", "--distances=4,4", "distances"),
-        ("halves", "--length", "task halves has no option '--length': .* length=VALUE"),
+        ("halves", "--length", "task halves has no option '--length': | length=VALUE"),
         ("halves", "--length=0", "length 0 must be at least 1"),
-        ("halves", "--length=four", r"length must be int, got 'four' \(str\)"),
+        ("halves", "--length=four", "length must be int, got 'four' (str)"),
         ("halve", "--length=4", "no evaluation task is called 'halve'; did you mean 'halves'"),
     ]:
-        with pytest.raises(UserError, match=message):
-            _parsed(name, [option])
+        refused(words, parsed, name, option)

@@ -40,14 +40,8 @@ def delta_rule_recurrent(
 
 def _inputs(*, length=T, is_gated=True, dtype=None):
     """Keyword arguments of both forms: unit keys, beta in (0, 1), g < 0, an initial state."""
-    q, k, v, beta, g, state = draw(
-        0,
-        *[(B, length, N, H)] * 2,
-        (B, length, N, X),
-        *[(B, length, N)] * 2,
-        (B, N, H, X),
-        dtype=dtype,
-    )
+    shapes = [(B, length, N, H)] * 2 + [(B, length, N, X)] + [(B, length, N)] * 2
+    q, k, v, beta, g, state = draw(0, *shapes, (B, N, H, X), dtype=dtype)
     inputs = {"q": q, "k": l2_normalize_inside(k), "v": v, "beta": jax.nn.sigmoid(beta)}
     inputs["initial_state"] = state
     return inputs | ({"log_decay": -jnp.abs(g)} if is_gated else {})
@@ -74,18 +68,15 @@ def _evaluate(form, inputs, segment_ids=None, state_dtype=None):
 
 
 @pytest.mark.parametrize(
-    ("is_gated", "has_documents", "chunk_sizes"),
-    [(False, False, (1, 8)), (False, True, (8,)), (True, False, (64,)), (True, True, (8,))],
-    ids=["plain", "plain_documents", "gated", "gated_documents"],
+    ("is_gated", "has_documents", "chunk_size"),
+    [(False, False, 1), (False, True, 8), (True, False, 64), (True, True, 8)],
 )
 def test_chunks_equal_the_recurrence_with_all_gradients(
-    is_gated, has_documents, chunk_sizes, float64
+    is_gated, has_documents, chunk_size, float64
 ):
-    inputs = _inputs(is_gated=is_gated)
-    ids = jnp.asarray(IDS) if has_documents else None
+    inputs, ids = _inputs(is_gated=is_gated), jnp.asarray(IDS) if has_documents else None
     expected = _evaluate(delta_rule_recurrent, inputs, ids)
-    for chunk_size in chunk_sizes:
-        assert_close(_evaluate(_chunked(chunk_size), inputs, ids), expected)
+    assert_close(_evaluate(_chunked(chunk_size), inputs, ids), expected)
 
 
 def test_float32_holds_its_digits_through_strong_decays():
@@ -122,28 +113,25 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
     products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
     is_wide = [{str(x.aval.dtype) for x in eqn.invars} == {"float32"} for eqn in products]
     assert sum(is_wide) == 2 * 3 + 1
-    assert dot_operand_types([eqn for eqn, w in zip(products, is_wide, strict=True) if not w]) == {
-        "bfloat16"
-    }
+    others = [eqn for eqn, w in zip(products, is_wide, strict=True) if not w]
+    assert dot_operand_types(others) == {"bfloat16"}
 
 
 def test_the_backward_keeps_no_state_per_token():
     length, size = 256, 32
-    wide = [jnp.zeros((1, length, 1, size))] * 3
-    narrow = [jnp.zeros((1, length, 1))] * 2
+    operands = [jnp.zeros((1, length, 1, size))] * 3 + [jnp.zeros((1, length, 1))] * 2
 
     def loss(q, k, v, beta, g):
         o, state = delta_rule(q, k, v, beta, log_decay=g, chunk_size=size, state_dtype=jnp.float32)
         return o.sum() + state.sum()
 
-    eqns = traced(jax.grad(loss, argnums=(0, 1, 2, 3, 4)), *wide, *narrow)
+    eqns = traced(jax.grad(loss, argnums=(0, 1, 2, 3, 4)), *operands)
     assert largest_array(eqns) == length * 2 * size  # both right sides of the triangular system
 
 
 def test_the_norm_for_keys_is_smooth_at_zero(float64):
     (x,) = draw(0, (5, H))
-    assert_close(
-        l2_normalize_inside(x), x / np.sqrt((np.asarray(x) ** 2).sum(-1, keepdims=True) + 1e-6)
-    )
+    norm = np.sqrt((np.asarray(x) ** 2).sum(-1, keepdims=True) + 1e-6)
+    assert_close(l2_normalize_inside(x), x / norm)
     slope = jax.jacobian(l2_normalize_inside)(jnp.zeros(H))
     assert_close(slope, 1e3 * jnp.eye(H))

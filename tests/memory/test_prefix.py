@@ -4,7 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, assert_same, draw, refused, temporary_bytes, traced
+from checks import (
+    assert_close,
+    assert_same,
+    dot_operand_types,
+    draw,
+    refused,
+    temporary_bytes,
+    traced,
+)
 
 from ttcd_jax.memory.chunks import chunk_segments, memory_mask
 from ttcd_jax.memory.prefix import PrefixOptions, read_prefix
@@ -21,47 +29,6 @@ def _operands(num_chunks, batch=B, dtype=None):
 
 def _options(**changes) -> PrefixOptions:
     return PrefixOptions(**({"eta": 0.3, "block_chunks": 3, "state_dtype": jnp.float64} | changes))
-
-
-def _definition(options, ids, length, z, keys, errors, w_base, initial, log_decay=None):
-    """Token by token: p reads what q wrote if q is in an earlier chunk and in p's document, less
-    what the tokens of the chunks between them forget. The state belongs to the row's last document,
-    the initial state to its first."""
-    B, C, L = z.shape[:3]
-    if log_decay is None:
-        log_decay = jnp.zeros((B, C, L, 1))
-    z, keys, errors, log_decay = (x.reshape(B, C * L, -1) for x in (z, keys, errors, log_decay))
-    ids = jnp.pad(ids, ((0, 0), (0, C * L - length)), mode="edge")
-    position = jnp.arange(C * L)
-    chunk, is_token = position // L, position < length
-    visible = (chunk[None, :] < chunk[:, None]) & (ids[:, :, None] == ids[:, None, :]) & is_token
-
-    def left(first, last):
-        """What tokens of chunks strictly between leave of every column."""
-        is_between = (first[:, None] < chunk) & (chunk < last[:, None]) & is_token
-        left = jnp.exp(jnp.einsum("pr,brg->bpg", is_between.astype(z.dtype), log_decay))
-        return jnp.repeat(left, errors.shape[-1] // left.shape[-1], axis=-1)
-
-    start, end = jnp.full(C * L, -1), jnp.full(C * L, C)
-    fast = jnp.stack(
-        [
-            jnp.einsum(
-                "bf,bqf,bq,bqd->bd",
-                *(z[:, p], keys, visible[:, p].astype(z.dtype)),
-                left(chunk, jnp.full(C * L, chunk[p])) * errors,
-            )
-            for p in range(C * L)
-        ],
-        axis=1,
-    )
-    # Only the first document reads the initial state.
-    carried = left(start, chunk) * jnp.einsum("bpf,bfd->bpd", z, initial)
-    y = z @ w_base + options.eta * (fast + (ids == ids[:, :1])[..., None] * carried)
-    writes = ((ids == ids[:, -1:]) & is_token).astype(z.dtype)
-    state = jnp.einsum("bq,bqf,bqd->bfd", writes, keys, left(chunk, end) * errors)
-    is_first = (ids[:, 0] == ids[:, -1])[:, None, None]
-    state = state + is_first * left(start, end)[:, :1] * initial
-    return y.reshape(B, C, L, -1), state
 
 
 def _documents(*lengths) -> jax.Array:
@@ -87,50 +54,35 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_three_forms_equal_the_definition(name, float64):
-    """Values, state, and the gradients of everything through both."""
+@pytest.mark.parametrize("num_groups", [None, 2])
+def test_three_forms_agree_from_any_initial_state(name, num_groups, float64):
+    """Values, state, and the gradients of everything through both; the layers of
+    tests/methods/test_in_place.py agree with the definition in each form."""
     length, documents, eta, block_chunks = CASES[name]
+    num_chunks = -(-length // L)
     ids = None if documents is None else _documents(*documents)
     mask = memory_mask(chunk_segments(ids, L), length, L)
-    options = _options(eta=eta, block_chunks=block_chunks)
-    known = jnp.zeros((B, length), int) if ids is None else ids
-    definition, num_chunks = partial(_definition, options, known, length), -(-length // L)
-    for num_groups in (None, 2) if length > L else (None,):
-        _check_forms(options, mask, definition, num_chunks, num_groups)
-
-
-def _check_forms(options, mask, definition, num_chunks, num_groups) -> None:
-    def form(form):
-        def run(z, keys, errors, w_base, *rest):
-            changed = options._replace(form=form)
-            return read_prefix(changed, z, keys, errors, w_base, mask, *rest)
-
-        return run
-
-    inputs = _operands(num_chunks)
+    operands = _operands(num_chunks)
     if num_groups is not None:
         (log_decay,) = draw(2, (B, num_chunks, L, num_groups))
-        inputs = (*inputs, -jnp.abs(log_decay) / 3)
+        operands = (*operands, -jnp.abs(log_decay) / 3)
+
+    def read(form, z, keys, errors, w_base, *rest):
+        options = _options(eta=eta, block_chunks=block_chunks, form=form)
+        return read_prefix(options, z, keys, errors, w_base, mask, *rest)
 
     @jax.jit
     def compare(operands, cotangents):
-        results = []
-        for run in (definition, *map(form, FORMS)):
-            value, pull = jax.vjp(run, *operands)
-            results.append((value, pull(cotangents)))
-        return results
+        pairs = (jax.vjp(partial(read, form), *operands) for form in FORMS)
+        return [(value, pull(cotangents)) for value, pull in pairs]
 
     cotangents = tuple(draw(1, (B, num_chunks, L, D), (B, F, D)))
-    expected, *others = compare(inputs, cotangents)
+    expected, *others = compare(operands, cotangents)
     for ours in others:
         assert_close(ours, expected)
-
-
-def test_no_initial_state_is_an_empty_one(float64):
-    z, keys, errors, w_base, initial = _operands(4)
-    mask = memory_mask(None, 12, L)
-    run = jax.jit(partial(read_prefix, _options(), z, keys, errors, w_base, mask))
-    assert_same(run(), run(jnp.zeros_like(initial)))
+    if num_groups is None:
+        empty = jnp.zeros_like(operands[-1])
+        assert_same(*(read("blocked", *operands[:4], *rest) for rest in ((), (empty,))))
 
 
 def test_a_decay_of_exactly_nothing_has_its_whole_gradient(float64):
@@ -148,28 +100,6 @@ def test_a_decay_of_exactly_nothing_has_its_whole_gradient(float64):
 
     for form in ("associative", "attention"):
         assert_close(slope(form), slope("blocked"))
-
-
-def test_folding_the_state_changes_rounding_only(float64):
-    z, keys, errors, w_base, _ = _operands(5)
-    mask = memory_mask(None, 15, L)
-
-    def run(folds, form, dtype):
-        narrow = [x.astype(dtype) for x in (z, keys, errors, w_base)]
-        options = _options(
-            folds_state=folds, form=form, state_dtype=jnp.promote_types(dtype, "float32")
-        )
-
-        def loss(*operands):
-            y, _ = read_prefix(options, *operands, mask)
-            return (y.astype(float) ** 2).sum()
-
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*narrow)
-
-    plain = run(False, "blocked", "float64")
-    assert_close(run(True, "blocked", "float64"), plain)
-    assert_close(run(True, "associative", "float64"), plain)
-    assert_close(run(True, "blocked", "bfloat16"), plain, 5e-2)
 
 
 def test_reading_the_memory_apart_keeps_what_folding_rounds_away():
@@ -259,7 +189,7 @@ def test_bfloat16_products_have_narrow_operands_and_float32_sums(form):
         )
         return y, pull((y, state))
 
-    for eqn in traced(run, z, keys, errors, w_base):
-        if eqn.primitive.name == "dot_general":
-            assert {x.aval.dtype for x in eqn.invars} == {jnp.dtype(jnp.bfloat16)}
-            assert eqn.outvars[0].aval.dtype == jnp.float32
+    eqns = traced(run, z, keys, errors, w_base)
+    assert dot_operand_types(eqns) == {"bfloat16"}
+    sums = {str(x.outvars[0].aval.dtype) for x in eqns if x.primitive.name == "dot_general"}
+    assert sums == {"float32"}

@@ -18,60 +18,39 @@ from checks import (
 from flax import nnx
 from small_models import FLOAT64, small_attention
 
-from ttcd_jax.methods.delta_net import (
-    DeltaRuleConfig,
-)
+from ttcd_jax import AttentionConfig, Precision
+from ttcd_jax.methods.delta_net import DeltaRuleConfig
 from ttcd_jax.methods.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from ttcd_jax.methods.lact import LaCT, LaCTConfig, LaCTMemoryConfig
-from ttcd_jax.nn.attention import AttentionConfig
-from ttcd_jax.precision import Precision
 
 D, T, L = 8, 14, 4
 
 
-def _config(precision=FLOAT64, **memory) -> LaCTConfig:
-    return LaCTConfig(
-        attention=small_attention(dim=D, num_heads=2, window=3, precision=precision),
-        memory=LaCTMemoryConfig(**({"num_fast_heads": 2, "chunk_size": L, "low_rank": 2} | memory)),
-    )
+def _config(precision=FLOAT64, **changes) -> LaCTConfig:
+    attention = small_attention(dim=D, num_heads=2, window=3, precision=precision)
+    memory = {"num_fast_heads": 2, "chunk_size": L, "low_rank": 2} | changes
+    return LaCTConfig(attention=attention, memory=LaCTMemoryConfig(**memory))
 
 
 def _module(precision=FLOAT64, **changes) -> LaCT:
     return randomize(LaCT, _config(precision, **changes))
 
 
-# The two modules differ in every switch.
-VARIANTS = {
-    "published": {},
-    "everything else": {
-        "low_rank": None,
-        "hidden_expansion": 1.5,
-        "keeps_raw_state": True,
-        "has_momentum": False,
-        "has_value_silu": False,
-        "has_scale": False,
-        "has_rope": False,
-        "has_qk_norm": True,
-        "has_qkv_bias": True,
-    },
-}
+# Every switch that is not as published.
+OTHER = {"low_rank": None, "hidden_expansion": 1.5, "keeps_raw_state": True, "has_rope": False}
+OTHER |= dict.fromkeys(("has_momentum", "has_value_silu", "has_scale"), False)
+OTHER |= dict.fromkeys(("has_qk_norm", "has_qkv_bias"), True)
 
 
-def _reach(module) -> np.ndarray:
-    (h,) = draw(1, (*TWO_ROWS.shape, D))
-    return influence(lambda h: module(h, segment_ids=jnp.asarray(TWO_ROWS)), h) > 0
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_token_depends_on_the_past_of_its_document_and_nothing_else(name, float64):
-    """And the memory reaches beyond the window, to every earlier chunk of the document."""
-    expected = may_see(TWO_ROWS) & after_chunk(T, L) | may_see(TWO_ROWS, 3)
-    np.testing.assert_array_equal(_reach(_module(**VARIANTS[name])), expected)
-
-
-def test_the_published_memory_leaks_from_document_to_document(float64):
-    expected = may_see(np.zeros_like(TWO_ROWS)) & after_chunk(T, L) | may_see(TWO_ROWS, 3)
-    np.testing.assert_array_equal(_reach(_module(resets_at_document=False)), expected)
+@pytest.mark.parametrize("changes", [{}, OTHER, {"resets_at_document": False}])
+def test_a_token_depends_on_the_past_of_its_document_and_nothing_else(changes, float64):
+    """And the memory reaches beyond the window, to every earlier chunk of the document; that as
+    published leaks from document to document."""
+    module, (h,) = _module(**changes), draw(1, (*TWO_ROWS.shape, D))
+    reach = influence(lambda h: module(h, segment_ids=jnp.asarray(TWO_ROWS)), h) > 0
+    ids = TWO_ROWS if module.config.memory.resets_at_document else np.zeros_like(TWO_ROWS)
+    expected = may_see(ids) & after_chunk(T, L) | may_see(TWO_ROWS, 3)
+    np.testing.assert_array_equal(reach, expected)
 
 
 @pytest.mark.parametrize("length", [L, L + 1])

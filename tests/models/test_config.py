@@ -5,21 +5,19 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import assert_narrow, randomize
-from small_models import FLOAT64, SETTINGS, small_attention
+from checks import randomize
+from small_models import SETTINGS
 
+from ttcd_jax import Precision, TransformerConfig
 from ttcd_jax.config import Config
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.delta_net import DeltaNetConfig
 from ttcd_jax.methods.gated_delta_net import GatedDeltaNetConfig
-from ttcd_jax.methods.ipttcd import IPTTCDBlockConfig, IPTTCDConfig, MemoryConfig
+from ttcd_jax.methods.ipttcd import IPTTCDBlockConfig, MemoryConfig
 from ttcd_jax.methods.lact import LaCTConfig
-from ttcd_jax.models.config import TransformerConfig, block_configs, switched_off
-from ttcd_jax.nn.attention import DualWindowConfig
-from ttcd_jax.nn.block import Block, BlockConfig
-from ttcd_jax.nn.mlp import MLPConfig
+from ttcd_jax.models.config import block_configs, switched_off
+from ttcd_jax.nn.block import Block
 from ttcd_jax.nn.row import Row
-from ttcd_jax.precision import Precision
 
 
 def _config(**changes) -> TransformerConfig:
@@ -33,13 +31,10 @@ def _of(method: str, **changes) -> TransformerConfig:
     return _config(method=method, **layers | changes)
 
 
-def test_fast_layers_get_a_memory_and_the_others_none():
+def test_fast_layers_get_a_memory_and_the_others_are_plain_or_all_replace_the_attention():
     blocks = block_configs(_of("ipttcd", fast_layers=(1, 3)))
     assert [type(block) is IPTTCDBlockConfig for block in blocks] == [False, True] * 2
     assert [block.is_in_place for block in blocks] == [False, True] * 2
-
-
-def test_methods_of_a_few_layers_leave_the_others_plain_and_the_rest_replace_the_attention():
     plain = block_configs(_config())[0]
     for method in ("ipttcd_ideal", "ipttt", "deltanet_hybrid"):
         blocks = block_configs(_of(method, fast_layers=(2,)))
@@ -74,18 +69,9 @@ def test_a_memory_switched_off_changes_one_setting_and_nothing_else():
 
 def test_every_field_reaches_its_layer():
     precision = Precision(compute="bfloat16")
-    config = _of(
-        "ipttcd",
-        memory=MemoryConfig(chunk_size=4),
-        num_kv_heads=1,
-        head_dim=6,
-        has_qk_norm=True,
-        qk_norm_eps=0.5,
-        norm_eps=0.25,
-        init_std=0.125,
-        attention_implementation="xla",
-        precision=precision,
-    )
+    changes = {"memory": MemoryConfig(chunk_size=4), "num_kv_heads": 1, "head_dim": 6}
+    changes |= {"has_qk_norm": True, "qk_norm_eps": 0.5, "norm_eps": 0.25, "init_std": 0.125}
+    config = _of("ipttcd", **changes, attention_implementation="xla", precision=precision)
     fast, plain = block_configs(config)[:2]
     assert fast.mixer.student_window == 4
     assert fast.mlp.memory == config.memory
@@ -98,8 +84,6 @@ def test_every_field_reaches_its_layer():
         assert mlp.precision == attention.precision == precision
         assert mlp.norm_eps == attention.norm_eps == 0.25
 
-
-def test_windows_and_absent_head_counts_reach_the_layers():
     assert block_configs(_of("ipttcd_ideal"))[0].mixer.student_window == 4
     for method in ("deltanet", "swa"):
         mixer = block_configs(_of(method))[0].mixer
@@ -113,39 +97,10 @@ def test_settings_have_defaults_and_a_method_has_none():
         TransformerConfig(vocab_size=11, dim=8, num_layers=1, num_heads=2, mlp_dim=12)
 
 
-WIDTH = 6
-
-
-def _parts(precision):
-    eps = {"precision": precision, "norm_eps": 1e-3}
-    return small_attention(**eps), MLPConfig(dim=WIDTH, hidden_dim=8, **eps)
-
-
-def _plain(precision):
-    mixer, mlp = _parts(precision)
-    return BlockConfig(mixer=mixer, mlp=mlp)
-
-
-def _fast(precision=FLOAT64, **memory):
-    attention, mlp = _parts(precision)
-    memory = MemoryConfig(**{"chunk_size": 4, "num_taps": 3, "form": "blocked"} | memory)
-    return IPTTCDBlockConfig(
-        mixer=DualWindowConfig(attention=attention, student_window=2),
-        mlp=IPTTCDConfig(mlp=mlp, memory=memory),
-    )
-
-
 def test_blocks_share_a_signature_and_statistics_say_whether_there_is_a_memory():
-    h = jnp.ones((1, 5, WIDTH))
+    h = jnp.ones((1, 5, 8))
     row = Row.of(h, None, jnp.zeros((1, 5), jnp.int32))
-    for config in (_plain, _fast):
-        block = randomize(Block, config(Precision()))
-        y, stats = jax.eval_shape(block.forward, h, row)
+    for config, has_memory in zip(block_configs(_of("ipttcd"))[:2], (True, False), strict=True):
+        y, stats = jax.eval_shape(randomize(Block, config).forward, h, row)
         assert y.shape == h.shape
-        assert (stats is None) == (config is _plain)
-
-
-def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
-    assert_narrow(
-        lambda p: randomize(Block, _fast(p)), lambda m, h: m(h), (2, 13, WIDTH), bound=0.1
-    )
+        assert (stats is not None) == has_memory

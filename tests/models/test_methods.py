@@ -1,7 +1,6 @@
-"""Properties that every method of the registry has."""
+"""Properties that every method of the registry has, and one from outside the package."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +8,18 @@ import numpy as np
 import pytest
 from checks import TWO_ROWS, assert_close, assert_same, draw, influence, may_see, randomize
 from flax import nnx
-from small_models import CHUNK, WINDOW, D, config_of
+from small_models import CHUNK, WINDOW, D, config_of, outside_method
 from ttcd_kernels.short_conv import short_conv
 
+from tests.inference import test_reading
+from ttcd_jax import Precision, Transformer, TransformerConfig
+from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.memory.chunks import from_chunks, to_chunks
 from ttcd_jax.methods import METHODS
-from ttcd_jax.models.config import (
-    TransformerConfig,
-    block_configs,
-    has_in_place_memory,
-    switched_off,
-)
-from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.models.config import block_configs, has_in_place_memory, switched_off
 from ttcd_jax.nn.block import Block
 from ttcd_jax.nn.row import Row
-from ttcd_jax.precision import Precision
+from ttcd_jax.train.flops import forward_flops
 from ttcd_jax.train.loss import next_token_loss
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -31,10 +27,13 @@ pytestmark = pytest.mark.usefixtures("float64")
 T = 14
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, T)))
 WITH_RATE = sorted(name for name in METHODS if has_in_place_memory(config_of(name)))
+OUTSIDE = outside_method()
 
 
-@pytest.fixture(params=sorted(METHODS))
-def method(request) -> str:
+@pytest.fixture(params=[*sorted(METHODS), OUTSIDE.name])
+def method(request, monkeypatch) -> str:
+    if request.param == OUTSIDE.name:
+        monkeypatch.setitem(METHODS, OUTSIDE.name, OUTSIDE)
     return request.param
 
 
@@ -48,12 +47,9 @@ def _runner(config: TransformerConfig):
     """(h, segment_ids, positions) -> output of the block, compiled once per shape; h serves as
     embeddings."""
     graph, state = nnx.split(_block(config))
-
-    @jax.jit
-    def run(h, segment_ids=None, positions=None):
-        return nnx.merge(graph, state)(h, positions, segment_ids, h)
-
-    return run
+    return jax.jit(
+        lambda h, ids=None, positions=None: nnx.merge(graph, state)(h, positions, ids, h)
+    )
 
 
 def _hidden(*shape: int) -> jax.Array:
@@ -73,23 +69,13 @@ def test_a_token_depends_on_its_past_its_row_and_its_document_only(method):
         assert (first[np.tri(T, k=-WINDOW, dtype=bool)] == 0).all()
 
 
-def test_a_prefix_does_not_change_with_what_follows(method):
+def test_a_prefix_does_not_change_with_what_follows_nor_with_padding(method):
     run, h = _runner(config_of(method)), _hidden(1, T)
+    y = run(h)
     for end in (1, CHUNK, CHUNK + 1, T - 1):
-        other = h.at[:, end:].set(7.0)
-        assert_same(run(h)[:, :end], run(other)[:, :end])
-
-
-def test_a_ragged_row_equals_its_padded_twin(method):
-    run, h = _runner(config_of(method)), _hidden(1, T)
+        assert_same(run(h.at[:, end:].set(7.0))[:, :end], y[:, :end])
     for length in (CHUNK - 1, T - 2 * CHUNK):
-        assert_close(run(h[:, :length]), run(h)[:, :length])
-
-
-def test_rows_of_a_batch_are_independent(method):
-    run, h = _runner(config_of(method)), _hidden(3, T)
-    assert_same(run(h)[:2], run(h.at[2].set(0.0))[:2])
-    assert_close(run(h)[1:2], run(h[1:2]))
+        assert_close(run(h[:, :length]), y[:, :length])
 
 
 def test_documents_of_a_row_do_not_see_each_other(method):
@@ -100,17 +86,6 @@ def test_documents_of_a_row_do_not_see_each_other(method):
     for document in (4, 1, 9, 2):
         changed = jnp.where((ids == document)[..., None], -h, h)
         assert_same(run(changed, ids, positions)[ids != document], y[ids != document])
-
-
-def test_documents_on_the_chunk_grid_equal_rows_of_their_own(method):
-    run, h = _runner(config_of(method)), _hidden(1, T)
-    edges = (0, 2 * CHUNK, T)
-    sizes = np.diff(edges)
-    # Rotary angles are float32: only equal positions give equal ones.
-    positions = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])[None]
-    y = run(h, jnp.asarray(np.repeat([[5, 3]], sizes, axis=1)), jnp.asarray(positions))
-    alone = [run(h[:, a:b]) for a, b in itertools.pairwise(edges)]
-    assert_close(y, jnp.concatenate(alone, axis=1))
 
 
 @pytest.mark.parametrize("method", WITH_RATE)
@@ -142,24 +117,34 @@ def test_bfloat16_stays_near_float32(method):
     assert error < 0.03
 
 
-def _model(method: str, *, scans_layers: bool) -> tuple:
-    """(graph, parameters) of two layers with a memory."""
-    config = config_of(method, scans_layers=scans_layers, fast_layers=(0, 1))
-    return nnx.split(randomize(Transformer, config, std=0.3))
-
-
 def test_scanned_layers_are_the_unrolled_ones_and_every_parameter_is_trained(method):
-    def loss(graph, params):
+    config = config_of(method, fast_layers=(0, 1))
+    models = (
+        randomize(Transformer, config.replace(scans_layers=x), std=0.3) for x in (True, False)
+    )
+    (graph, params), (unrolled_graph, unrolled) = map(nnx.split, models)
+
+    def loss(params):
         model = nnx.merge(graph, params)
         return next_token_loss(model, TOKENS), model(TOKENS)
 
-    graph, params = _model(method, scans_layers=True)
-    run = jax.jit(jax.grad(functools.partial(loss, graph), has_aux=True))
-    gradient, scanned = run(params)
+    gradient, scanned = jax.jit(jax.grad(loss, has_aux=True))(params)
     for path, x in jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(gradient))[0]:
         rows = np.abs(np.asarray(x)).reshape(len(x), -1).max(-1)
         assert np.isfinite(rows).all(), jax.tree_util.keystr(path)
         assert (rows > 0).any(), jax.tree_util.keystr(path)
-    graph, params = _model(method, scans_layers=False)
-    unrolled = jax.jit(lambda params: nnx.merge(graph, params)(TOKENS))(params)
-    assert_close(scanned, unrolled, 1e-9)
+    run = jax.jit(lambda params: nnx.merge(unrolled_graph, params)(TOKENS))
+    assert_close(scanned, run(unrolled), 1e-9)
+
+
+def test_pieces_arithmetic_and_state_of_a_method_from_outside_are_right(monkeypatch):
+    monkeypatch.setitem(METHODS, OUTSIDE.name, OUTSIDE)
+    test_reading.test_any_way_to_read_rows_gives_what_one_pass_gives(OUTSIDE.name, {})
+    config, plain = config_of(OUTSIDE.name), config_of("swa")
+    memory = 2 * 2 * 32 * config.dim * config.mlp_dim  # read and write, in one layer
+    assert forward_flops(config, 32) == forward_flops(plain, 32) + memory
+    sizes = state_bytes(config, 1)
+    assert sizes["memory"] == 8 * config.dim * config.mlp_dim
+    assert sizes["open chunk"] == 8 * CHUNK * (config.dim + config.mlp_dim)
+    off = config.replace(memory=config.memory.replace(eta=0.0))
+    assert switched_off(config, 32) == off

@@ -30,12 +30,12 @@ from tests.parity.golden import (
 )
 from ttcd_jax.errors import DataError
 from ttcd_jax.inference.model import inference_model
-from ttcd_jax.interop import reference
+from ttcd_jax.interop import checkpoint as reference
 from ttcd_jax.interop.reference_config import transformer_config
 from ttcd_jax.memory.delta_rule import delta_rule, l2_normalize_inside
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.nn.block import Block, Names
+from ttcd_jax.nn.block import Block
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.layers_on_disk import by_name, misfit, stacked
 from ttcd_jax.train.loss import next_token_loss
@@ -61,7 +61,10 @@ def check_layer(golden: Golden, dtype: str) -> Comparison:
         return {"mlp": block.mlp, "layer": block.mixer, "block": block}[part]
 
     names = layer(config).reference_names
-    params = module_from_reference(golden.group("param."), names)
+    # Raises `KeyError` for an unknown name.
+    items = [(*names[name], value) for name, value in golden.group("param.").items()]
+    flat = {path: reference.LAYOUTS[kind].to_ours(value) for path, kind, value in items}
+    params = unflatten_dict(flat, sep="/")
 
     def load(config: TransformerConfig, dtype: str) -> nnx.Module:
         target = layer(config)
@@ -77,7 +80,10 @@ def check_layer(golden: Golden, dtype: str) -> Comparison:
     )
     ours |= {"out.y": y}
     ours |= {f"grad_{name}": gradient for name, gradient in zip(given, d_inputs, strict=True)}
-    ours |= _gradients(module_to_reference(jax.device_get(d_params), names))
+    flat = by_name(jax.device_get(d_params))
+    for name, (path, layout) in names.items():
+        if path in flat:
+            ours[f"grad.{name}"] = reference.LAYOUTS[layout].to_theirs(np.asarray(flat[path]))
     result = worst(ours, golden, dtype)
     if "out.y_bf16ns" not in golden.arrays:
         return result
@@ -91,23 +97,6 @@ def check_layer(golden: Golden, dtype: str) -> Comparison:
     distance = np.linalg.norm(np.asarray(y, np.float64) - theirs) / np.linalg.norm(theirs)
     allowed = BFLOAT16_NEWTON_SCHULZ[golden.kind]
     return worse(result, Comparison("out.y_bf16ns", float(distance), allowed))
-
-
-def module_from_reference(tensors: dict[str, np.ndarray], names: Names) -> reference.Params:
-    """Our parameters of one MLP or block. Raises `KeyError` for an unknown name."""
-    items = [(*names[name], value) for name, value in tensors.items()]
-    ours = {path: reference.LAYOUTS[kind].to_ours(value) for path, kind, value in items}
-    return unflatten_dict(ours, sep="/")
-
-
-def module_to_reference(params: reference.Params, names: Names) -> dict[str, np.ndarray]:
-    """The inverse of `module_from_reference`, of gradients too."""
-    flat = by_name(params)
-    return {
-        name: reference.LAYOUTS[layout].to_theirs(np.asarray(flat[path]))
-        for name, (path, layout) in names.items()
-        if path in flat
-    }
 
 
 def model_from_reference(
@@ -133,10 +122,6 @@ def _alone(layer: Any, hidden: jax.Array) -> tuple[jax.Array, dict[str, jax.Arra
     return layer(hidden), {}
 
 
-def _gradients(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {f"grad.{name}": value for name, value in tensors.items()}
-
-
 def check_model(golden: Golden, dtype: str) -> Comparison:
     """Kinds *_model: logits, loss, all gradients; hidden states and evaluation-mode logits if
     stored."""
@@ -151,7 +136,8 @@ def check_model(golden: Golden, dtype: str) -> Comparison:
     loss, d_params, _, logits = value_and_pull(_loss_and_logits, model, (tokens,), 1.0)
     ours = {"out.logits": logits, "out.loss": loss}
     # On the host: on a device every slice of a stacked gradient would compile a program.
-    ours |= _gradients(reference.model_to_reference(jax.device_get(d_params), config))
+    gradients = reference.model_to_reference(jax.device_get(d_params), config)
+    ours |= {f"grad.{name}": value for name, value in gradients.items()}
     if "out.hidden_states" in golden.arrays:
         ours["out.hidden_states"] = evaluate(_hidden_states, model, tokens)
     if "out.logits_eval" in golden.arrays:
@@ -336,8 +322,7 @@ def check_attention_inputs(golden: Golden, dtype: str) -> Comparison:
 def check_optimizer(golden: Golden, dtype: str) -> Comparison:
     """Kind optimizer: parameters after every step; with Muon also at the published precision."""
     axes = {name: _axes(name, x.shape) for name, x in golden.group("param.").items()}
-    config = _optimizer_config(golden, axes)
-    after, norms = _run(golden, _in(config, dtype), axes, dtype)
+    after, norms = _run(golden, _optimizer_config(golden, axes, dtype), axes, dtype)
     ours: dict[str, Any] = {f"out.{name}": value for name, value in after.items()}
     if "out.grad_norm" in golden.arrays:
         ours["out.grad_norm"] = norms
@@ -346,7 +331,8 @@ def check_optimizer(golden: Golden, dtype: str) -> Comparison:
     if not rounded:
         return result
     with jax.enable_x64(False):  # the same program for either `dtype`, compiled once
-        after, _ = _run(golden, _in(config, "bfloat16"), axes, "float32")
+        config = _optimizer_config(golden, axes, "bfloat16")
+        after, _ = _run(golden, config, axes, "float32")
     for name, theirs in rounded.items():
         change = np.linalg.norm(theirs[-1] - golden.arrays[f"param.{name}"])
         distance = float(np.linalg.norm(after[name][-1] - theirs[-1]) / change)
@@ -365,7 +351,8 @@ def _axes(name: str, shape: tuple[int, ...]) -> Axes:
     return ("mlp", "embed")
 
 
-def _optimizer_config(golden: Golden, axes: dict[str, Axes]) -> OptimizerConfig:
+def _optimizer_config(golden: Golden, axes: dict[str, Axes], dtype: str) -> OptimizerConfig:
+    """With Newton-Schulz, if it has any, in `dtype`."""
     source = golden.config
     fields = {name: source[name] for name in ("beta1", "beta2", "eps", "weight_decay")}
     fields["clip_norm"] = source.get("clip_norm")
@@ -375,16 +362,9 @@ def _optimizer_config(golden: Golden, axes: dict[str, Axes]) -> OptimizerConfig:
     if ours != set(golden.info["muon_params"]):
         differing = sorted(ours ^ set(golden.info["muon_params"]))
         raise DataError(f"Muon is given other tensors than the reference's: {', '.join(differing)}")
-    muon = MuonSettings(momentum=source["momentum"], is_nesterov=source["nesterov"])
+    own = {"momentum": source["momentum"], "is_nesterov": source["nesterov"]}
+    muon = MuonSettings.from_dict(own | {"orthogonalization": dtype})
     return OptimizerConfig(kind="muon", settings=muon, **fields)
-
-
-def _in(config: OptimizerConfig, dtype: str) -> OptimizerConfig:
-    """`config` with Newton-Schulz, if it has any, in `dtype`."""
-    muon = config.settings
-    return (
-        config if muon is None else config.replace(settings=muon.replace(orthogonalization=dtype))
-    )
 
 
 def _run(
@@ -410,17 +390,14 @@ def check_schedule(golden: Golden, dtype: str) -> Comparison:
     """Kind lr_schedule: the rate of every step of every case."""
     ours = {}
     for case, source in golden.config.items():
-        rates = jax.jit(jax.vmap(learning_rate(schedule_of(source))))
+        floor = source.get("lr_min", 0.0)
+        if "lr_min_absolute" in source:
+            floor = min(1.0, source["lr_min_absolute"] / source["lr"])
+        fields = {name: source[name] for name in ("steps", "warmup", "decay_ratio")}
+        fields |= {"peak": source["lr"], "decay": source["decay_type"], "floor_ratio": floor}
+        rates = jax.jit(jax.vmap(learning_rate(ScheduleConfig(**fields))))
         ours[f"out.{case}"] = rates(jnp.arange(source["steps"]))
     return worst(ours, golden, dtype)
-
-
-def schedule_of(source: dict[str, Any]) -> ScheduleConfig:
-    floor = source.get("lr_min", 0.0)
-    if "lr_min_absolute" in source:
-        floor = min(1.0, source["lr_min_absolute"] / source["lr"])
-    same = {name: source[name] for name in ("steps", "warmup", "decay_ratio")}
-    return ScheduleConfig(peak=source["lr"], decay=source["decay_type"], floor_ratio=floor, **same)
 
 
 Check = Callable[[Golden, str], Comparison]

@@ -1,15 +1,14 @@
 """Bad steps of a run: skipped and counted, the same after a restart and on several devices."""
 
-import json
 import math
 import time
+from pathlib import Path
 
-import bad_steps_run
 import jax
 import pytest
 from bad_steps_run import BAD, CONFIG, records, train
 from checks import assert_same
-from devices import printed
+from devices import elsewhere
 
 from ttcd_jax.errors import NonFiniteError
 from ttcd_jax.run import build
@@ -78,10 +77,7 @@ class _Received(list):
     def write(self, step, record):
         self.append((step, record.get("skipped"), record.get("rows")))
 
-    def close(self):
-        self.on_close()
-
-    def on_close(self): ...
+    def close(self): ...
 
 
 def test_skipped_steps_are_recorded_and_warned_of_between_reports(tmp_path, caplog):
@@ -125,7 +121,7 @@ def test_what_a_run_waits_for_at_its_end_has_more_time_than_a_step(tmp_path, mon
             deadlines.append((name, watchdog._deadline - time.monotonic()))
 
         monkeypatch.setattr(Checkpoints, "wait", lambda x: (note("checkpoint"), wait(x)))
-        received.on_close = lambda: note("tracker")
+        received.close = lambda: note("tracker")
         return enter(watchdog)
 
     monkeypatch.setattr(Watchdog, "__enter__", entered)
@@ -144,9 +140,13 @@ def test_a_run_that_skips_nothing_stores_no_counts_and_goes_on_from_those_of_ano
     assert "skips" not in _final_state(tmp_path)
 
 
+def trained(run_dir):
+    train(Path(run_dir))
+    return records(Path(run_dir))
+
+
 def test_four_devices_skip_the_same_steps(undisturbed, tmp_path):
-    output = printed(bad_steps_run.__file__, str(tmp_path))
-    found = json.loads(output.partition("records:")[2])
+    found = elsewhere(trained, str(tmp_path), count=4)
     for ours, theirs in zip(found, records(undisturbed), strict=True):
         for name in theirs:
             if isinstance(theirs[name], float):

@@ -51,6 +51,7 @@ class Copy(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tree(Config):
+    kind = "tree"  # no field
     steps: Positive = 10
     name: str = "run"
     taps: tuple[int, ...] = (1, 2)
@@ -66,9 +67,7 @@ def load(tmp_path: Path):
     folder = tmp_path / "configs"
     folder.mkdir()
 
-    def load_text(
-        text: str, *params: str, root: type[Config] = Tree, inherit=lambda *_: None, **fragments
-    ):
+    def load_text(text, *params, root=Tree, inherit=lambda *_: None, **fragments):
         for name, content in ({"run": text} | fragments).items():
             (folder / f"{name}.gin").write_bytes(content.encode(errors="surrogateescape"))
         return load_config(root, "run.gin", params, config_dir=folder, inherit=inherit)
@@ -89,48 +88,31 @@ def refusal(load):
     return message
 
 
-def test_values_references_and_containers_are_bound(load):
-    config = load(
-        "Tree.steps = 500\n"
-        "Tree.taps = [3, 4]\n"
-        "Tree.data = @Recall()\n"
-        "Tree.blocks = (@Plain(), @Memory())\n"
-        "Memory:\n"
-        "  eta = 0.3\n"
-        "  mode = 'fold'\n"
-    )
-    assert config == Tree(
-        steps=500,
-        taps=(3, 4),
-        attention=Attention(rope=Rope()),
-        data=Recall(plain=Plain()),
-        blocks=(Plain(), Memory(eta=0.3, mode="fold")),
-    )
-
-
-def test_required_fields_of_one_class_are_built_unbound(load):
-    config = load("Rope.theta = 5.0")
-    assert config.attention == Attention(rope=Rope(theta=5.0))
-
-
-def test_inner_scopes_override_outer_ones(load):
-    config = load(
-        "Attention.window = 64\n"
-        "teacher/Attention.window = 128\n"
-        "teacher/Rope.theta = 7.0\n"
-        "Tree.teacher = @teacher/Attention()\n"
-    )
-    assert config.attention == Attention(window=64, rope=Rope())
-    assert config.teacher == Attention(window=128, rope=Rope(theta=7.0))
-
-
-def test_macros_stand_for_values_and_references(load):
-    config = load(
-        "STEPS = 5\nLENGTH = %STEPS\nDATA = @Copy()\n"
-        "Copy.length = %LENGTH\nTree.data = %DATA\nTree.taps = [%STEPS, 1]"
-    )
-    assert config.data == Copy(length=5)
-    assert config.taps == (5, 1)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "Tree.steps = 500\nTree.taps = [3, 4]\nTree.data = @Recall()\n"
+            "Tree.blocks = (@Plain(), @Memory())\nMemory:\n  eta = 0.3\n  mode = 'fold'\n",
+            {"steps": 500, "taps": (3, 4), "data": Recall(plain=Plain())}
+            | {"blocks": (Plain(), Memory(eta=0.3, mode="fold"))},
+        ),
+        ("Rope.theta = 5.0", {"attention": Attention(rope=Rope(theta=5.0))}),
+        (
+            "Attention.window = 64\nteacher/Attention.window = 128\nteacher/Rope.theta = 7.0\n"
+            "Tree.teacher = @teacher/Attention()\n",
+            {"attention": Attention(window=64, rope=Rope())}
+            | {"teacher": Attention(window=128, rope=Rope(theta=7.0))},
+        ),
+        (
+            "STEPS = 5\nLENGTH = %STEPS\nDATA = @Copy()\n"
+            "Copy.length = %LENGTH\nTree.data = %DATA\nTree.taps = [%STEPS, 1]",
+            {"data": Copy(length=5), "taps": (5, 1)},
+        ),
+    ],
+)
+def test_values_references_scopes_and_macros_are_bound(load, text, expected):
+    assert load(text) == Tree(**{"attention": Attention(rope=Rope())} | expected)
 
 
 def test_a_file_overrides_its_includes_and_a_parameter_overrides_both(load):
@@ -139,16 +121,10 @@ def test_a_file_overrides_its_includes_and_a_parameter_overrides_both(load):
     assert load(text, base=base).steps == 2
     config = load(text, "Tree.steps=3", "Tree.steps=4", "LENGTH=9", base=base)
     assert (config.steps, config.name, config.attention.rope.theta) == (4, "base", 9)
-
-
-def test_a_fragment_may_be_included_twice_and_conflicts_settled(load):
-    fragments = {
-        "base": "Tree.name = 'base'",
-        "first": "include 'base.gin'\nTree.steps = 1",
-        "second": "include 'base.gin'\nTree.steps = 2",
-    }
-    text = "include 'first.gin'\ninclude 'second.gin'\n"
-    assert load(text + "Tree.steps = 3", **fragments).steps == 3
+    # A fragment may be included twice, and conflicts settled.
+    twice = {x: f"include 'base.gin'\nTree.name = '{x}'" for x in ("first", "second")}
+    text = "include 'first.gin'\ninclude 'second.gin'\nTree.name = 'mine'"
+    assert load(text, base=base, **twice).name == "mine"
 
 
 def test_a_parameter_may_swap_a_class_the_file_configured(load):
@@ -192,6 +168,13 @@ def test_scopes_and_macros_mean_what_gin_means(load):
     assert load(text).to_dict() == expected
 
 
+def test_two_classes_of_one_name_are_refused(refusal):
+    twin = dataclasses.make_dataclass("Rope", [], bases=(Config,), frozen=True, kw_only=True)
+    fields = [("own", twin), ("attention", Attention)]
+    root = dataclasses.make_dataclass("Root", fields, bases=(Config,), frozen=True, kw_only=True)
+    assert refusal("", root=root) == "two configuration classes are called Rope: rename yours"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -199,10 +182,11 @@ def test_scopes_and_macros_mean_what_gin_means(load):
         ("\nTree.stepz = 1", "run.gin:2: Tree has no field 'stepz'; did you mean 'ste"),
         ("Tree:\n  stepz = 1", "run.gin:2: Tree has no field 'stepz'"),
         ("Zebra.x = 1", "'Zebra'; known are Attention, Copy, Memory, Plain, Recall, Rope, Tree"),
-        ("Tree.data = @Coppy()", "run.gin:1: no configuration class 'Coppy'; did you mean 'Copy'"),
+        ("Tree.data = @Coppy()", "class 'Coppy'; did you mean 'Copy'? (one of your own: --import="),
+        ("Tree.kind = 'x'", "run.gin:1: Tree has no field 'kind': annotate it there, under @data"),
         ("Tree.data = @Copy", "run.gin:1: write @Copy(), with parentheses"),
         ("STEPS = 1\nTree.steps = %STEP", "run.gin:2: no macro %STEP is defined; did you mean"),
-        ("STEPS = 1", "run.gin:1: macro STEPS is never used"),
+        ("STEPS = 1", "run.gin:1: macro STEPS is never used: where a field that read it is bound"),
         ("STEPS = %STEPS", "run.gin:1: macro STEPS is never used"),
         ("a/Tree.steps = 1", "no effect, no Tree is built in scope 'a'; remove it"),
         ("Tree = 1", "run.gin:1: macro Tree is never used; did you mean 'Tree'"),

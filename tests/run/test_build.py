@@ -1,49 +1,92 @@
-"""The batch that a run is compiled for is the one that its data make."""
+"""What a run is built of: its layout on devices, and the batch that it is compiled for, which is
+the one that its data make."""
+
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from small_models import config_of
+from checks import refused
+from jax.sharding import AbstractMesh
+from small_models import RECALL, config_of, run_config
 
+from ttcd_jax import BatchesConfig, RunConfig
 from ttcd_jax.data.corpus import CorpusConfig
-from ttcd_jax.data.sources import BatchesConfig, MixtureConfig, TextConfig
-from ttcd_jax.data.synthetic.recall import RecallConfig
+from ttcd_jax.data.sources import MixtureConfig, TextConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig
-from ttcd_jax.run import build
-from ttcd_jax.run.config import RunConfig
-from ttcd_jax.run.layout import run_mesh
-from ttcd_jax.train.optimizer import OptimizerConfig
+from ttcd_jax.run import build, layout
+from ttcd_jax.run.bindings import load_config
+from ttcd_jax.sharding.mesh import AXES, MeshConfig
 from ttcd_jax.train.state import abstract_params
 
-SEQ_LEN = 15
+CONFIG_DIR = Path(__file__).parents[2] / "experiments" / "configs"
+RECIPES = sorted(
+    str(path.relative_to(CONFIG_DIR))
+    for path in (*CONFIG_DIR.glob("*_[37][46]0m.gin"), *CONFIG_DIR.glob("ablation/*.gin"))
+)
 
 
-def _data(kind, folder):
-    if kind == "recall":
-        return RecallConfig(num_slots=8, num_keys=4, num_values=4)
-    if kind == "batches":
-        return BatchesConfig(seq_len=SEQ_LEN)
-    (folder / "text.txt").write_text("a document of several rows of text " * 4)
-    corpus = CorpusConfig(kind="text", path=str(folder / "text.txt"), validation_percent=0)
-    tokenizer = TokenizerConfig(kind="byte")
-    text = TextConfig(corpus=corpus, tokenizer=tokenizer, seq_len=SEQ_LEN)
-    return text if kind == "text" else MixtureConfig(parts=(text, text), seq_len=SEQ_LEN)
+def _loaded(name: str, **changes) -> RunConfig:
+    return load_config(RunConfig, name, [], config_dir=CONFIG_DIR).replace(**changes)
+
+
+def _mesh(config: RunConfig, num_devices: int) -> AbstractMesh:
+    sizes = layout.mesh_config(config, num_devices).sizes(num_devices)
+    return AbstractMesh(tuple(sizes.values()), AXES)
+
+
+def _laid_out(config: RunConfig, num_devices: int) -> tuple[tuple[int, ...], int]:
+    mesh = _mesh(config, num_devices)
+    return mesh.axis_sizes, layout.num_parts(config, mesh)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_divides_among_devices_a_row_of_32768_tokens_at_a_time(name):
+    config = _loaded(name)
+    for num_devices in (1, 2, 8, 64, 128):
+        by_rows = min(num_devices, config.batch_size)
+        sizes = 1, by_rows, num_devices // by_rows, 1
+        assert _laid_out(config, num_devices) == (sizes, config.batch_size // by_rows)
+
+
+def test_short_rows_are_computed_together_on_a_cpu_in_small_parts_with_unrolled_layers():
+    config = _loaded("quickstart.gin", batch_size=256)
+    mesh, length = layout.run_mesh(config, jax.devices("cpu")[:1]), config.data.seq_len
+    assert [_laid_out(config, n)[1] for n in (1, 8)] == [256 * length // layout.PART_TOKENS, 1]
+
+    def chosen(mesh=mesh, model=config.model, **changes) -> tuple:
+        found = layout.laid_out(config.replace(model=model, **changes), mesh)
+        return found.accumulation_steps, found.model.remat, found.model.scans_layers
+
+    assert chosen() == (256 * length // layout.CPU_PART_TOKENS, "none", False)
+    assert chosen(mesh.abstract_mesh) == (256 * length // layout.PART_TOKENS, "dots", True)
+    for rows, parts in ((7, 7), (9, 3), (11, 11), (16, 8)):
+        assert chosen(batch_size=rows)[0] == parts
+    assert chosen(batch_size=17, data=config.data.replace(seq_len=64))[0] == 1
+    large = config.model.replace(num_layers=layout.CPU_LAYERS + 1)
+    assert chosen(model=large, accumulation_steps=1) == (1, "dots", True)
+    bound = config.model.replace(remat="block", scans_layers=True)
+    assert chosen(model=bound)[1:] == ("block", True)
+
+
+def test_bound_fields_stay_and_what_does_not_divide_is_refused():
+    config = _loaded("ipttcd_340m.gin", mesh=MeshConfig(seq=2), accumulation_steps=16)
+    assert _laid_out(config, 8) == ((1, 4, 2, 1), 16)
+    config = config.replace(mesh=MeshConfig())
+    words = "parts of 1 rows, which do not divide among the 8 devices"
+    refused(words, layout.laid_out, config, _mesh(config, 8))
+    config = _loaded("ipttcd_340m.gin", batch_size=32)
+    refused("among 24 devices: use 16 of them, or set", layout.mesh_config, config, 24)
 
 
 def test_batches_of_the_caller_are_compared_between_processes(monkeypatch):
     compared = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr("ttcd_jax.run.build.agree", lambda *call: compared.append(call))
+    config = run_config("swa", data=BatchesConfig(seq_len=2), steps=9)
 
     def told(make):
         compared.clear()
-        config = RunConfig(
-            model=config_of("swa", vocab_size=9),
-            data=BatchesConfig(seq_len=2),
-            optimizer=OptimizerConfig(),
-            steps=9,
-            batch_size=2,
-        )
         batches, _ = build.build_data(config, [0], make)
         assert [step for step, _ in batches.iterate(4, 6)] == [*range(4, 10)]
         return {name: digest for _, facts in compared for name, digest in facts.items()}
@@ -54,30 +97,30 @@ def test_batches_of_the_caller_are_compared_between_processes(monkeypatch):
     assert [first[name] == later[name] for name in first] == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("kind", "has_ids"),
-    [("recall", False), ("batches", False), ("text", True), ("mixture", True)],
-)
-def test_only_data_that_pack_documents_have_segment_ids(tmp_path, kind, has_ids):
-    data = _data(kind, tmp_path)
+@pytest.mark.parametrize("kind", ["recall", "batches", "text", "mixture"])
+def test_only_data_that_pack_documents_have_segment_ids(tmp_path, kind):
+    (tmp_path / "text.txt").write_text("a document of several rows of text " * 4)
+    corpus = CorpusConfig(kind="text", path=str(tmp_path / "text.txt"), validation_percent=0)
+    text = TextConfig(corpus=corpus, tokenizer=TokenizerConfig(kind="byte"), seq_len=15)
+    mixture = MixtureConfig(parts=(text, text), seq_len=15)
+    kinds = {"recall": RECALL, "batches": BatchesConfig(seq_len=15), "text": text}
+    data = (kinds | {"mixture": mixture})[kind]
     model = config_of("ipttcd", vocab_size=max(data.vocab_size, 8))
-    config = RunConfig(model=model, data=data, optimizer=OptimizerConfig(), steps=1, batch_size=4)
-    mesh = run_mesh(config)
-    make = (lambda step: [np.ones((4, SEQ_LEN + 1), int)]) if kind == "batches" else None
+    config = run_config(model, data=data, batch_size=4)
+    mesh = layout.run_mesh(config)
+    make = (lambda step: [np.ones((4, 16), int)]) if kind == "batches" else None
     batches, _ = build.build_data(config, range(4), make)
     ((_, batch),) = batches.iterate(0, 1)
     program = build.Program(config, mesh)
     placed, planned = program.placed(batch), program.batch
-    assert ("segment_ids" in planned) is has_ids
+    assert ("segment_ids" in planned) == (kind in ("text", "mixture"))
     facts = [jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), x) for x in (placed, planned)]
     assert facts[0] == facts[1]
 
 
 def test_an_abstract_model_knows_no_mesh():
     """Not even the one in use when it was first asked for: a checkpoint may be read elsewhere."""
-    model = config_of("ipttcd", vocab_size=9)
-    data = RecallConfig(num_slots=8, num_keys=4, num_values=4)
-    config = RunConfig(model=model, data=data, optimizer=OptimizerConfig(), steps=1, batch_size=4)
-    with jax.set_mesh(run_mesh(config)):
-        leaves = jax.tree.leaves(abstract_params(model))
+    config = run_config(config_of("ipttcd", vocab_size=9))
+    with jax.set_mesh(layout.run_mesh(config)):
+        leaves = jax.tree.leaves(abstract_params(config.model))
     assert {leaf.sharding for leaf in leaves} == {None}

@@ -1,38 +1,32 @@
-"""Evaluation during training happens when it is due and compiles once."""
+"""Evaluation during training happens when it is due and compiles once; which checkpoints are the
+best; when a run saves by the clock."""
 
 import json
-import re
+import math
+import signal
+import time
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
-from checks import randomize
+from checks import randomize, refused
 from flax import nnx
-from small_models import config_of
+from small_models import config_of, run_config
 
 from experiments import cli
-from ttcd_jax.data.synthetic.recall import RecallConfig
-from ttcd_jax.errors import UserError
-from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.precision import Precision
+from ttcd_jax import Precision, RunConfig, Transformer
 from ttcd_jax.run.bindings import load_config
-from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory
-from ttcd_jax.run.evaluation import evaluation_callbacks
+from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
+from ttcd_jax.run.training import _Signals
+from ttcd_jax.tasks.documents import FinalBlock
 from ttcd_jax.tasks.perplexity import Perplexity
 from ttcd_jax.tasks.recall import Recall
-from ttcd_jax.train.optimizer import OptimizerConfig, ScheduleConfig
 from ttcd_jax.train.state import TrainState
 
-CONFIG = RunConfig(
-    model=config_of("ipttcd", precision=Precision()),
-    data=RecallConfig(num_slots=8, num_keys=4, num_values=4),
-    optimizer=OptimizerConfig(schedule=ScheduleConfig(peak=1e-2)),
-    steps=5,
-    batch_size=2,
-    evaluate_every=2,
-    evaluations=(Recall(),),
-)
+MODEL = config_of("ipttcd", precision=Precision())
+CONFIG = run_config(MODEL, steps=5, evaluate_every=2, evaluations=(Recall(),))
 
 
 @pytest.fixture
@@ -43,8 +37,7 @@ def run_dir(tmp_path):
 
 
 def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir):
-    model = randomize(Transformer, CONFIG.model)
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    params = nnx.to_pure_dict(nnx.state(randomize(Transformer, MODEL), nnx.Param))
     state = TrainState(params=params, opt_state=(), step=jnp.array(0))
     written, compiled = {}, []
 
@@ -61,16 +54,13 @@ def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir):
         jax.monitoring.unregister_event_duration_listener(note)
     assert callback.every == 2
     assert [*written] == [2, 4, 5]
-    assert (
-        compiled.count("jit(_forward_scores)") == 2
-    )  # with the memory and without, for all evaluations
+    # With the memory and without, for all evaluations.
+    assert compiled.count("jit(_forward_scores)") == 2
     name = [*written[2]][-1]
     config = CONFIG.replace(keep_best=1, best_metric=f"{name}x")
     (callback,) = evaluation_callbacks(config, run_dir, written.__setitem__, 2)
-    with pytest.raises(
-        UserError, match=re.escape(f"best_metric '{name}x'; did you mean '{name}'?")
-    ):
-        callback.call(2, state)
+    refused(f"best_metric '{name}x'; did you mean '{name}'?", callback.call, 2, state)
+    assert evaluation_callbacks(CONFIG.replace(evaluate_every=None), run_dir, print, 2) == []
 
 
 def test_a_run_is_evaluated_on_the_same_cases_to_its_end(run_dir):
@@ -81,30 +71,66 @@ def test_a_run_is_evaluated_on_the_same_cases_to_its_end(run_dir):
     digests = json.loads(path.read_text())
     assert len(digests) == 2
     path.write_text(json.dumps({name: {"": "of other text"} for name in digests}))
-    with pytest.raises(UserError, match=r"the text that task recall measures .* on changed since"):
-        evaluation_callbacks(CONFIG, run_dir, print, 2)
+    words = "the text that task recall measures | on changed since"
+    refused(words, evaluation_callbacks, CONFIG, run_dir, print, 2)
 
 
-def test_a_run_evaluates_nothing_unless_asked(run_dir):
-    assert evaluation_callbacks(CONFIG.replace(evaluate_every=None), run_dir, print, 2) == []
+def test_evaluations_are_tasks_with_options_and_those_that_do_not_fit_are_refused(run_dir):
+    def loaded(tasks, *params):
+        params = "RunConfig.evaluate_every=2", f"RunConfig.evaluations={tasks}", *params
+        return load_config(RunConfig, "quickstart.gin", params, config_dir=cli.CONFIG_DIR)
 
-
-def test_a_task_that_does_not_fit_is_refused_before_the_first_step(run_dir):
-    with pytest.raises(UserError, match="trained on recall data, not on text: measure it by"):
-        evaluation_callbacks(CONFIG.replace(evaluations=(Perplexity(),)), run_dir, print, 2)
-    params = ["RunConfig.evaluations=(@Perplexty(),)"]
-    with pytest.raises(UserError, match="did you mean 'Perplexity'"):
-        load_config(RunConfig, "quickstart.gin", params, config_dir=cli.CONFIG_DIR)
-
-
-def test_evaluations_are_tasks_with_options():
-    params = ["RunConfig.evaluate_every=2", "RunConfig.evaluations=(@Recall(), @Perplexity())"]
-    params += ["Recall.max_rows=7"]
-    config = load_config(RunConfig, "quickstart.gin", params, config_dir=cli.CONFIG_DIR)
-    assert [(task.name, task.max_rows) for task in config.evaluations] == [
-        ("recall", 7),
-        ("ppl", 512),
-    ]
+    config = loaded("(@Recall(), @Perplexity())", "Recall.max_rows=7")
+    tasks = [(task.name, task.max_rows) for task in config.evaluations]
+    assert tasks == [("recall", 7), ("ppl", 512)]
     assert RunConfig.from_dict(config.to_dict()) == config
-    with pytest.raises(UserError, match="has tasks recall, recall"):
-        CONFIG.replace(evaluations=(Recall(), Recall(max_rows=3)))
+    refused("did you mean 'Perplexity'", loaded, "(@Perplexty(),)")
+    twice = (Recall(), Recall(max_rows=3))
+    refused("has tasks recall, recall", lambda: CONFIG.replace(evaluations=twice))
+    config, words = CONFIG.replace(evaluations=(Perplexity(),)), "trained on recall data, not on"
+    refused(f"{words} text: measure it by", evaluation_callbacks, config, run_dir, print, 2)
+
+
+def test_best_scores_are_those_of_the_metric_the_higher_the_better():
+    config = run_config(evaluate_every=2, keep_best=1, best_metric="ppl/on/64")
+    records = [{"step": 2, "ppl/on/64": 3.0}, {"step": 3, "loss": 1}, {"step": 4, "ppl/on/64": 2.0}]
+    assert best_scores(config, records) == {2: -3.0, 4: -2.0}
+    none = {"ppl/on/32": 1.0}, {"ppl/on/64": None}, {"ppl/on/64": float("nan")}, {"ppl/on/64": "1"}
+    assert best_scores(config, [{"step": 2} | record for record in none]) == {}
+    for change in ({"best_metric": None}, {"best_metric": "recall/x"}, {"evaluate_every": None}):
+        refused("RunConfig.keep_best 1 with best_metric", lambda x=change: config.replace(**x))
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_processes_agree_on_the_step_to_save_by_the_clock_of_the_first(monkeypatch, index):
+    stored, now = {}, [0.0]
+
+    class Client:
+        def key_value_set(self, key, value, allow_overwrite):
+            stored[key] = value
+
+        def key_value_dir_get(self, prefix):
+            return [(key, value) for key, value in stored.items() if key.startswith(prefix)]
+
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jax.process_index", lambda: index)
+    monkeypatch.setattr(ocp.multihost, "get_jax_distributed_client", Client)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with _Signals(minutes=1) as signals:
+        due = []
+        for step in range(1, 13):
+            now[0] += 25
+            if signals.is_saving(step):
+                due.append(step)
+                signals.note_save()
+        assert due == ([5, 10] if index == 0 else [])
+        signal.raise_signal(signal.SIGUSR1)
+        assert [step for step in range(13, 18) if signals.is_saving(step)] == [15]
+
+
+def test_means_over_documents_are_numbers_in_training():
+    task, losses = FinalBlock, [(4, 0, 2, 1.0), (4, 1, 2, 3.0), (8, 1, 2, 5.0), (16, None, 0, 0.0)]
+    series = {"on": [task.record(*x) for x in losses], "off": [task.record(*losses[0])]}
+    assert isinstance(task.table(series)[0]["on"], str)  # with its interval
+    expected = {"on/4": math.exp(1), "on/8": math.exp(2.5), "off/4": math.exp(0.5)}
+    assert task.numbers(series) == pytest.approx(expected)

@@ -1,9 +1,9 @@
 """Files of a run on a machine with faults: full disks, no locks, odd files."""
 
+import contextlib
 import errno
 import fcntl
 import os
-import resource
 import shutil
 import struct
 from pathlib import Path
@@ -11,37 +11,31 @@ from pathlib import Path
 import commands
 import pytest
 import tiny_run
+from checks import files_of_at_most, refused
+from small_models import run_config
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
 from experiments.studies.mad.records import claim
-from ttcd_jax import files
-from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.files import GrowingFile, write_whole
+from ttcd_jax import files, train_run
+from ttcd_jax.errors import DataError
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.run.reporting import MetricFiles, read_metrics
 
 
-@pytest.fixture
-def limited():
-    """Limits the size of files to so many bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size or soft, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def _steps(run_dir):
+    return [record["step"] for record in read_metrics(run_dir / "metrics.jsonl")]
 
 
-def test_what_a_full_disk_refused_is_written_when_there_is_room(tmp_path, limited, caplog):
+def test_what_a_full_disk_refused_is_written_when_there_is_room(tmp_path, caplog):
     metrics = MetricFiles(tmp_path, 0)
     for step in range(1, 13):
-        limited(350 if 4 <= step < 10 else None)
-        metrics.write(step, {"loss": float(step)})
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [
-        *range(1, 13)
-    ]
+        with files_of_at_most(350) if 4 <= step < 10 else contextlib.nullcontext():
+            metrics.write(step, {"loss": float(step)})
+    assert _steps(tmp_path) == [*range(1, 13)]
     (path,) = (tmp_path / "tensorboard").iterdir()
-    assert [(e.step, e.summary.value[0].simple_value) for e in _events(path)[2:]] == [
-        (step, float(step)) for step in range(1, 13)
-    ]
+    events = [(e.step, e.summary.value[0].simple_value) for e in _events(path)[2:]]
+    assert events == [(step, float(step)) for step in range(1, 13)]
     assert len(caplog.messages) <= 2
 
 
@@ -60,7 +54,7 @@ def _events(path: Path) -> list[Event]:
 
 def test_a_file_that_cannot_grow_holds_a_bounded_number_of_bytes(tmp_path, caplog):
     (tmp_path / "folder").write_text("a file in its place")
-    file = GrowingFile(tmp_path / "folder" / "file")
+    file = files.GrowingFile(tmp_path / "folder" / "file")
     for _ in range(30):
         file.append(bytes(100_000))
     (tmp_path / "folder").unlink()
@@ -86,16 +80,16 @@ def test_metrics_that_cannot_be_flushed_do_not_stop_the_start(tmp_path, monkeypa
 
     monkeypatch.setattr(os, "fsync", fail)
     MetricFiles(tmp_path, 0).write(1, {"loss": 1.0})
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    assert _steps(tmp_path) == [1]
     assert any("metrics.jsonl cannot be written: Input/output" in x for x in caplog.messages)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog, number):
-    def refused(file, kind):
+    def fail(file, kind):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "flock", refused)
+    monkeypatch.setattr(fcntl, "flock", fail)
     with RunDirectory(tmp_path / "run").lock(), claim(tmp_path / "records" / "job") as is_ours:
         assert is_ours
     with files.whole_folder(tmp_path / "folder") as folder:
@@ -103,44 +97,41 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog,
     assert (tmp_path / "folder" / "part").exists()
 
 
-def test_a_folder_that_is_refused_keeps_no_lock(tmp_path):
-    (tmp_path / "mine").write_text("mine")
-    flags = tiny_run.flags("recall.gin", *tiny_run.RECALL)
-    message = commands.refused("launch", *flags, f"--run_dir={tmp_path}")
-    assert "is not empty and holds no run" in message
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
 def test_metrics_that_are_no_regular_file_are_one_line(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "zero").symlink_to("/dev/zero")
     for name in ("metrics.jsonl", "zero"):
-        with pytest.raises(DataError, match=f"{name} is no regular file; move it away"):
-            read_metrics(tmp_path / name)
+        words = f"{name} is no regular file; move it away"
+        refused(words, read_metrics, tmp_path / name, error=DataError)
 
 
 def test_a_run_directory_whose_name_is_not_utf8_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"not UTF-8: choose another, or set LC_ALL=C\.UTF-8"):
-        RunDirectory(os.fsdecode(os.fsencode(tmp_path) + b"/run\xff"))
+    name = os.fsdecode(os.fsencode(tmp_path) + b"/run\xff")
+    refused("not UTF-8: choose another, or set LC_ALL=C.UTF-8", RunDirectory, name)
 
 
 def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lock").symlink_to(tmp_path / "mine")
-    with pytest.raises(UserError, match="symbolic links"), RunDirectory(tmp_path / "run").lock():
-        pass
+    refused("symbolic links", RunDirectory(tmp_path / "run").lock().__enter__)
     assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    calls = []
-    flush, replace = os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(_name(fd)), flush(fd)))
-    monkeypatch.setattr(
-        Path, "replace", lambda self, to: (calls.append("rename"), replace(self, to))
-    )
-    write_whole(tmp_path / "file", "text")
+    calls, flush, rename = [], os.fsync, Path.replace
+
+    def replace(path, to):
+        calls.append("rename")
+        return rename(path, to)
+
+    def fsync(descriptor):
+        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    files.write_whole(tmp_path / "file", "text")
     assert calls == [f".file.{os.getpid()}", "rename", tmp_path.name]
     calls.clear()
     with files.whole_folder(tmp_path / "folder") as folder:
@@ -148,18 +139,12 @@ def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert calls == [".folder.unfinished", "part", "rename", tmp_path.name]
 
 
-def _name(descriptor: int) -> str:
-    return Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
-
-
 @pytest.mark.parametrize("names", [["config.gin"], ["data.json"], ["environment.json", "notes"]])
-def test_a_folder_of_another_kind_is_never_claimed(tmp_path, names):
+def test_a_folder_of_another_kind_is_never_claimed_and_keeps_no_lock(tmp_path, names):
     for name in names:
         (tmp_path / name).write_text("mine")
-    directory = RunDirectory(tmp_path)
-    with directory.lock(), pytest.raises(UserError, match="is not empty and holds no run"):
-        directory.claim({}, "text", {})
-    assert {path.name for path in tmp_path.iterdir()} == {*names, "lock"}
+    refused("is not empty and holds no run", train_run, run_config(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*names}
 
 
 def test_a_run_directory_in_its_own_corpus_is_no_document(tmp_path):

@@ -20,7 +20,8 @@ from ttcd_jax.train.state import with_params
 
 # The settings of its memory are defaults: None in config.json.
 MODEL = byte_model(memory=None, init_std=0.5)
-YARN = YarnConfig(factor=8, original_length=16)
+STUDENT, YARN = MemoryConfig(output="student"), YarnConfig(factor=8, original_length=16)
+SCALED = RopeConfig(yarn=YARN)
 SET_YARN = ("RopeConfig.yarn=@YarnConfig()", "YarnConfig:\n  factor=8\n  original_length = 16")
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 24))
 
@@ -39,16 +40,8 @@ def test_the_model_is_the_one_configured_so_with_the_same_parameters(run_dir):
     for changes, expected, num_equal in [
         (["TransformerConfig.window=None"], MODEL.replace(window=None), 8),
         (["TransformerConfig.window=16"], MODEL.replace(window=16), 8),
-        (
-            ["MemoryConfig.output='student'"],
-            MODEL.replace(memory=MemoryConfig(output="student")),
-            0,
-        ),
-        (
-            [*SET_YARN, " TransformerConfig.window = 12 "],
-            MODEL.replace(rope=RopeConfig(yarn=YARN), window=12),
-            1,
-        ),
+        (["MemoryConfig.output='student'"], MODEL.replace(memory=STUDENT), 0),
+        ([*SET_YARN, " TransformerConfig.window = 12 "], MODEL.replace(rope=SCALED, window=12), 1),
     ]:
         run = load_run(run_dir, changes=changes)
         logits = np.asarray(run.model(jnp.asarray(TOKENS)))
@@ -97,36 +90,23 @@ def test_a_window_or_none_makes_the_other_plain_transformer():
     ("changes", "words"),
     [
         ("window=8", "--param window=8: macro window is never used"),
-        ("TransformerConfig", "--param TransformerConfig: Couldn't parse statement"),
-        ("TransfomerConfig.window=9", "did you mean 'TransformerConfig'"),
-        (
-            "YarnConfig.factor=2",
-            "no effect, no YarnConfig is built; remove it or bind RopeConfig.yarn = @YarnConfig",
-        ),
+        ("YarnConfig.factor=2", "no YarnConfig is built; remove it or bind RopeConfig.yarn = @Y"),
         ("TransformerConfig.windw=9", "no field 'windw'; did you mean 'window'"),
-        ("TransformerConfig.window=wide", "cannot read the value 'wide'; a string needs quotes"),
         ("TransformerConfig.window='wide'", "window must be int"),
         ("TransformerConfig.window=" + "[" * 5000, "TransformerConfig.window"),
         ("TransformerConfig.window=2", "student_window 4 is wider than the teacher's window 2"),
         ("RopeConfig.yarn={'factor': 8}", "RopeConfig.yarn must be YarnConfig | NoneType, got"),
         ("RopeConfig.yarn=@YarnConfig()", "bind YarnConfig.factor = <float>, YarnConfig.original"),
-        ("RopeConfig.yarn=YarnConfig(factor=8)", r"write @YarnConfig\(\) for YarnConfig"),
         (
             "RopeConfig.yarn=@YarnConfig()|YarnConfig.factor=0.5|YarnConfig.original_length=4",
             "factor 0.5 must be at least",
         ),
         ("TransformerConfig.dim=16", "dim=16 changes shapes"),
-        (
-            "TransformerConfig.window=9|MemoryConfig.num_taps=9",
-            "^MemoryConfig.num_taps=9 changes sh",
-        ),
+        ("TransformerConfig.window=9|MemoryConfig.num_taps=9", "^MemoryConfig.num_taps=9 change"),
         ("Precision.param='bfloat16'", "Precision.param='bfloat16' changes shapes, types"),
         ("TransformerConfig.window=8", "window=8 changes nothing that this model computes"),
         ("TransformerConfig.remat='block'", "remat='block' changes nothing"),
-        (
-            "TransformerConfig.window=9|RopeConfig.yarn=None",
-            "^RopeConfig.yarn=None changes nothing",
-        ),
+        ("TransformerConfig.window=9|RopeConfig.yarn=None", "^RopeConfig.yarn=None changes noth"),
         ("TransformerConfig.init_std=1.0", "init_std=1.0 is for parameters that are drawn"),
     ],
 )

@@ -1,3 +1,5 @@
+"""What a run says of its steps; tests/soak kills it and tears its records."""
+
 import json
 import sys
 import time
@@ -8,35 +10,9 @@ import numpy as np
 import pytest
 
 from ttcd_jax.run import reporting
-from ttcd_jax.run.reporting import (
-    MetricFiles,
-    _show,
-    _warn_of_memory,
-    flat_metrics,
-    read_metrics,
-    reporter,
-)
+from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.terminal import Progress
 from ttcd_jax.train.watchdog import Watchdog
-
-
-def test_arrays_of_fast_layers_become_scalars():
-    flat = flat_metrics({"loss": np.float32(2.0), "memory_ratio": np.array([0.5, 0.25])})
-    assert flat == {"loss": 2.0, "memory_ratio/0": 0.5, "memory_ratio/1": 0.25}
-
-
-def test_records_after_the_checkpoint_are_dropped_and_a_torn_line_is_skipped(tmp_path):
-    files = MetricFiles(tmp_path, 0)
-    for step in (1, 2, 3):
-        files.write(step, {"loss": float(step)})
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(path.read_text() + '{"step": 4, "lo')
-    # As after a power loss: NULs, a torn line, other JSON.
-    path.write_bytes(b'\0\0\0\n{"step": 1, "l\n[]\n{"step": null}\n\xff\n' + path.read_bytes())
-    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
-    files = MetricFiles(tmp_path, 2)
-    files.write(3, {"loss": 9.0})
-    assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 1), (2, 2), (3, 9)]
 
 
 def test_a_log_gets_one_line_per_report(capsys, monkeypatch):
@@ -47,7 +23,7 @@ def test_a_log_gets_one_line_per_report(capsys, monkeypatch):
         (1, {"loss": 1.5, "tokens_per_second": 1234.5, "memory_ratio/0": 0.25}),
         (5, {"loss": 1.0, "tokens_per_second": 1000.0, "mfu": 0.5}),
     ):
-        _show(progress, step, progress.left(step), 20, record)
+        reporting._show(progress, step, progress.left(step), 20, record)
     assert capsys.readouterr().out.splitlines() == [
         "step  1/20  loss 1.5000  1,234 tokens/s  15:50 left  |eta S|/|W| 0.250",
         "step  5/20  loss 1.0000  1,000 tokens/s  0:38 left  MFU 50.0%",
@@ -62,21 +38,20 @@ def test_what_a_run_says_of_its_speed_is_that_of_the_clock(tmp_path, capsys, mon
     monkeypatch.setattr(reporting, "training_flops_per_token", lambda *_: 1000.0)
     monkeypatch.setattr(reporting, "data_sheet", lambda _: SimpleNamespace(peak_flops=1e5))
     monkeypatch.setattr("jax.device_count", lambda: 2)
-    tracker = SimpleNamespace(
-        start=lambda *_: None, write=lambda *record: received.append(record), close=lambda: None
-    )
+    calls = {"start": lambda *_: None, "write": lambda *x: received.append(x)}
+    tracker = SimpleNamespace(**calls, close=lambda: None)
     config = bad_steps_run.CONFIG.replace(batch_size=8, log_every=2, steps=100)
-    with reporter(config, tmp_path, 0, [tracker], Watchdog(1)) as ((callback,), write):
+    with reporting.reporter(config, tmp_path, 0, [tracker], Watchdog(1)) as ((callback,), write):
         for step, now, waited, ratio in ((2, 130.0, 6.0, 0.5), (4, 138.0, 8.0, np.nan)):
             clock[0] = now
             metrics = {"loss": 1.5, "memory_ratio": [ratio, 0.25], "data_seconds": waited}
             callback.call(step, {name: np.asarray(x) for name, x in metrics.items()})
         write(4, {"recall/on/8": np.inf, "recall/on/16": 0.5})
     first, second, evaluation = read_metrics(tmp_path / "metrics.jsonl")
-    speed = first["tokens_per_second"], first["data_wait"], first["mfu"]
-    assert speed == pytest.approx((2 * 64 / 30, 6 / 30, 2 * 64 / 30 * 1000 / 2e5))
-    speed = second["tokens_per_second"], second["data_wait"], second["mfu"]
-    assert speed == pytest.approx((2 * 64 / 8, 2 / 8, 2 * 64 / 8 * 1000 / 2e5))
+    for record, seconds, waited in ((first, 30, 6), (second, 8, 2)):
+        speed = record["tokens_per_second"], record["data_wait"], record["mfu"]
+        rate = 2 * 64 / seconds
+        assert speed == pytest.approx((rate, waited / seconds, rate * 1000 / 2e5))
     assert (second["memory_ratio/0"], evaluation["recall/on/8"]) == (None, None)
     assert capsys.readouterr().out.splitlines() == [
         "step   2/100  loss 1.5000  4 tokens/s  24:30 left  MFU 2.1%  |eta S|/|W| 0.500  "
@@ -84,10 +59,7 @@ def test_what_a_run_says_of_its_speed_is_that_of_the_clock(tmp_path, capsys, mon
         "step   4/100  loss 1.5000  16 tokens/s  6:24 left  MFU 8.0%  |eta S|/|W| 0.250  "
         "25% waiting for data",
     ]
-    assert [message.partition(", null")[0] for message in caplog.messages] == [
-        "step 4: not finite",
-        "step 4: not finite",
-    ]
+    assert [x.partition(", null")[0] for x in caplog.messages] == ["step 4: not finite"] * 2
     assert received[-1] == (4, {"recall/on/16": 0.5})
     assert "memory_ratio/0" not in received[1][1]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -99,7 +71,7 @@ def test_a_loud_memory_and_a_shut_gate_are_warned_of_once(caplog):
     quiet = {"memory_ratio/0": 1.9, "gate_mean/0": 0.02, "loss": 9.0}
     loud = {"memory_ratio/0": 3.5, "memory_ratio/1": 0.1, "gate_mean/0": 0.004}
     for step, record in enumerate((quiet, loud, loud), start=1):
-        _warn_of_memory(step, record, warned)
+        reporting._warn_of_memory(step, record, warned)
     ratio, gate = (record.getMessage() for record in caplog.records)
     assert ratio.startswith("step 2: memory_ratio/0 is 3.5, the memory outgrows its weight: lower")
     assert gate.startswith("step 2: gate_mean/0 is 0.004, the gate of the memory shuts")

@@ -1,50 +1,35 @@
 """A run that starts from another: what it takes, draws, leaves, refuses, and its first logits."""
 
 import contextlib
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_same
+from checks import assert_same, refused
 from flax.traverse_util import flatten_dict
 from orbax.checkpoint import StandardCheckpointer
-from small_models import config_of
+from small_models import config_of, run_config
 
-from ttcd_jax.data.synthetic.recall import RecallConfig
+from ttcd_jax import MemoryConfig, OptimizerConfig, Precision, RunConfig
 from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
-from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.precision import Precision
 from ttcd_jax.run import build
-from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, load_params
 from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.run.start import inherited_model, plan_start, started_state
 from ttcd_jax.train.checkpoint import Checkpoints
 from ttcd_jax.train.layers_on_disk import by_name, stored_params
-from ttcd_jax.train.optimizer import OptimizerConfig, ScheduleConfig
+from ttcd_jax.train.optimizer import ScheduleConfig
 from ttcd_jax.train.state import with_params
 
-PLAIN = config_of(
-    "swa",
-    vocab_size=8,
-    dim=16,
-    num_layers=6,
-    mlp_dim=24,
-    window=8,
-    student_window=4,
-    init_std=0.3,
-    precision=Precision(),
-)
+SIZES = {"vocab_size": 8, "dim": 16, "num_layers": 6, "mlp_dim": 24, "window": 8}
+PLAIN = config_of("swa", **SIZES, student_window=4, init_std=0.3, precision=Precision())
 # As configs/method/ipttcd_continued.gin.
 IDENTITY = MemoryConfig(
-    chunk_size=4,
-    output="teacher_raw",
-    normalizes_keys=False,
-    teacher_conv_init="identity",
-    student_conv_init="zeros",
+    **{"chunk_size": 4, "output": "teacher_raw", "normalizes_keys": False},
+    **{"teacher_conv_init": "identity", "student_conv_init": "zeros"},
 )
 GROWN = {
     "ipttcd": {"memory": IDENTITY},
@@ -53,20 +38,14 @@ GROWN = {
 TOKENS = np.random.default_rng(1).integers(0, 8, (2, 30))
 
 
-def run_config(model: TransformerConfig, **changes) -> RunConfig:
-    return RunConfig(
-        model=model,
-        data=RecallConfig(num_slots=8, num_keys=4, num_values=4),
-        optimizer=OptimizerConfig(kind="muon"),
-        steps=1,
-        batch_size=1,
-        **changes,
-    )
+def _config(model, **changes) -> RunConfig:
+    fields = {"optimizer": OptimizerConfig(kind="muon"), "steps": 1, "batch_size": 1}
+    return run_config(model, **fields | changes)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def mesh():
-    mesh = run_mesh(run_config(PLAIN))
+    mesh = run_mesh(_config(PLAIN))
     with jax.set_mesh(mesh):
         yield mesh
 
@@ -75,8 +54,8 @@ def mesh():
 def run_of(mesh, tmp_path_factory):
     """A run directory of a model at step 3: `run_of(model)`."""
 
-    def run_of(model: TransformerConfig):
-        config = run_config(model, seed=7)
+    def run_of(model):
+        config = _config(model, seed=7)
         directory = RunDirectory(tmp_path_factory.mktemp("runs"))
         directory.claim(config.to_dict(), "", {})
         with contextlib.closing(Checkpoints(directory.checkpoints, model=model)) as checkpoints:
@@ -88,53 +67,35 @@ def run_of(mesh, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(run_of):
-    return run_of(PLAIN)
+    return str(run_of(PLAIN))
 
 
 @pytest.fixture(scope="module")
 def run_of_window(run_of, plain):
     """Model, run directory and logits of a plain transformer, with a window and without."""
     full = PLAIN.replace(method="full", window=None)
-    return {
-        model.window: (model, run_dir, logits(model, load_params(run_dir).params))
-        for model, run_dir in ((PLAIN, plain), (full, run_of(full)))
-    }
+    pairs = (PLAIN, plain), (full, str(run_of(full)))
+    return {x.window: (x, path, logits(x, load_params(path).params)) for x, path in pairs}
 
 
-def logits(model: TransformerConfig, params):
+def logits(model, params):
     tokens = jnp.asarray(TOKENS)
     return jax.jit(lambda params: with_params(model, params)(tokens))(params)
 
 
-def test_parameters_are_float32_unless_bound_by_name(run_of, tmp_path, caplog):
-    narrow = PLAIN.replace(precision=Precision(param="bfloat16", compute="bfloat16"))
-    inherit = inherited_model(RunDirectory(tmp_path / "new"))
-    model = inherit("model", {"start_from": str(run_of(narrow))})
-    assert model == narrow.replace(precision=Precision(compute="bfloat16"))
-    build.check(run_config(model))
-    assert not caplog.text
-    build.check(run_config(narrow))  # bound, or of an older run
-    assert "parameters and moments are bfloat16" in caplog.text
-
-
-def test_tokens_beyond_the_vocabulary_of_a_checkpoint_are_refused_where_they_occur(caplog):
-    narrow = run_config(PLAIN.replace(vocab_size=5))  # of 8 that recall may draw
-    with pytest.raises(UserError, match="vocab_size 5 is smaller than the data's 8: set Tran"):
-        build.check(narrow)
-    config = narrow.replace(start_from="theirs")  # has a vocabulary of its own
-    build.check(config)
-    assert "a batch with one of the other tokens is refused" in caplog.text
-    batches, _ = build.build_data(config, range(1))
-    with pytest.raises(DataError, match="outside the vocabulary of 5 tokens"):
-        list(batches.iterate(0, 1))
-
-
-def test_small_steps_are_not_lost_in_a_narrow_checkpoint(run_of, mesh, tmp_path):
+def test_parameters_are_float32_unless_bound_by_name_and_lose_no_small_step(
+    run_of, mesh, tmp_path, caplog
+):
     narrow = PLAIN.replace(precision=Precision(param="bfloat16", compute="bfloat16"))
     source = str(run_of(narrow))
     model = inherited_model(RunDirectory(tmp_path / "new"))("model", {"start_from": source})
+    assert model == narrow.replace(precision=Precision(compute="bfloat16"))
+    build.check(_config(model))
+    assert not caplog.text
+    build.check(_config(narrow))  # bound, or of an older run
+    assert "parameters and moments are bfloat16" in caplog.text
     adamw = OptimizerConfig(schedule=ScheduleConfig(peak=1e-5))
-    config = run_config(model, start_from=source).replace(optimizer=adamw)
+    config = _config(model, start_from=source, optimizer=adamw)
     program = build.Program(config, mesh)
     _, _, state = started_state(program)
     before = {name: np.asarray(x) for name, x in by_name(state["params"]).items()}
@@ -143,6 +104,17 @@ def test_small_steps_are_not_lost_in_a_narrow_checkpoint(run_of, mesh, tmp_path)
     after, _ = program.step().compile()(state, batch)
     moved = [np.mean(np.asarray(x) != before[n]) for n, x in by_name(after["params"]).items()]
     assert np.mean(moved) > 0.9
+
+
+def test_tokens_beyond_the_vocabulary_of_a_checkpoint_are_refused_where_they_occur(caplog):
+    narrow = _config(PLAIN.replace(vocab_size=5))  # of 8 that recall may draw
+    refused("vocab_size 5 is smaller than the data's 8: set Tran", build.check, narrow)
+    config = narrow.replace(start_from="theirs")  # has a vocabulary of its own
+    build.check(config)
+    assert "a batch with one of the other tokens is refused" in caplog.text
+    batches, _ = build.build_data(config, range(1))
+    with pytest.raises(DataError, match="outside the vocabulary of 5 tokens"):
+        list(batches.iterate(0, 1))
 
 
 def test_layers_are_stored_one_by_one_with_their_moments(run_of):
@@ -171,14 +143,14 @@ def test_a_plain_run_grows_and_its_first_logits_are_the_same_to_the_bit(
     grown = model.replace(
         method=method, fast_layers=fast_layers, scans_layers=window is None, **GROWN[method]
     )
-    step, _, state = started_state(build.Program(run_config(grown, start_from=str(run_dir)), mesh))
+    step, _, state = started_state(build.Program(_config(grown, start_from=run_dir), mesh))
     assert step == 3
     np.testing.assert_array_equal(logits(grown, state["params"]), trained)
 
 
 def test_what_is_lacking_is_drawn_as_a_fresh_run_draws_it_and_listed(plain, mesh):
     model = PLAIN.replace(method="ipttcd", fast_layers=(0, 1, 4), memory=IDENTITY)
-    config = run_config(model, start_from=str(plain), seed=5)
+    config = _config(model, start_from=plain, seed=5)
     plan = plan_start(config)
     assert plan.dropped == ()
     assert len(plan.taken) == len(stored_params(PLAIN))
@@ -199,40 +171,36 @@ def test_what_is_lacking_is_drawn_as_a_fresh_run_draws_it_and_listed(plain, mesh
 def test_what_is_left_over_is_refused_unless_allowed_by_name(run_of, mesh):
     fast = PLAIN.replace(method="ipttcd", fast_layers=(0, 3), memory=IDENTITY)
     run_dir = str(run_of(fast))
-    config = run_config(PLAIN, start_from=run_dir)
-    with pytest.raises(CheckpointError, match="8 only in the checkpoint: layers/0/mlp/proj") as it:
-        plan_start(config)
-    assert "RunConfig.start_drops" in str(it.value)
+    config = _config(PLAIN, start_from=run_dir)
+    words = "8 only in the checkpoint: layers/0/mlp/proj|RunConfig.start_drops"
+    refused(words, plan_start, config, error=CheckpointError)
     drops = ("layers/*/mlp/proj", "layers/*/mlp/rate", "*_conv")
-    plan = plan_start(config.replace(start_drops=drops))
+    config = config.replace(start_drops=drops)
+    plan = plan_start(config)
     assert (len(plan.dropped), plan.initialised) == (8, ())
     assert "dropped: layers/0,3/mlp/rate" in plan.lines()
-    state = started_state(build.Program(config.replace(start_drops=drops), mesh))[-1]
+    state = started_state(build.Program(config, mesh))[-1]
     assert_same(state["params"]["embedding"], load_params(run_dir).params["embedding"])
-    with pytest.raises(UserError, match=r"'layers/\*/prj' names no parameter of .*layers/0,1,2,3"):
-        plan_start(config.replace(start_drops=(*drops, "layers/*/prj")))
+    words = "'layers/*/prj' names no parameter of |layers/0,1,2,3"
+    refused(words, plan_start, config.replace(start_drops=(*drops, "layers/*/prj")))
 
 
 def test_another_shape_is_refused_with_both_and_may_be_drawn_anew(plain, mesh):
-    config = run_config(PLAIN.replace(vocab_size=11), start_from=str(plain))
-    with pytest.raises(CheckpointError, match=r"another shape: embedding \(8, 16\) not \(11, 16\)"):
-        plan_start(config)
+    config = _config(PLAIN.replace(vocab_size=11), start_from=plain)
+    words = "another shape: embedding (8, 16) not (11, 16)"
+    refused(words, plan_start, config, error=CheckpointError)
     config = config.replace(start_drops=("embedding",))
-    plan = plan_start(config)
-    assert plan.lines() == ["initialised: embedding", "dropped: embedding"]
+    assert plan_start(config).lines() == ["initialised: embedding", "dropped: embedding"]
     params = started_state(build.Program(config, mesh))[-1]["params"]
     assert params["embedding"].shape == (11, 16)
 
 
-def test_a_run_of_an_older_format_is_refused(plain, tmp_path):
-    (tmp_path / "config.json").write_text(
-        (plain / "config.json").read_text().replace('"format": 3,', "")
-    )
-    with pytest.raises(UserError, match="is a run directory of format 1, this version reads 3"):
-        RunDirectory(tmp_path).read_config()
-
-
-@pytest.mark.parametrize("seed", [-1, 2**32])
-def test_a_seed_outside_32_bits_is_refused(seed):
-    with pytest.raises(UserError, match=rf"RunConfig\.seed {seed} must be in 0 \.\. 2\^32 - 1"):
-        run_config(PLAIN, seed=seed)
+def test_a_run_of_an_older_format_and_a_seed_outside_32_bits_are_refused(plain, tmp_path):
+    stored = json.loads((RunDirectory(plain).path / "config.json").read_text())
+    del stored["format"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    words = "is a run directory of format 1, this version reads 3"
+    refused(words, RunDirectory(tmp_path).read_config)
+    for seed in (-1, 2**32):
+        with pytest.raises(UserError, match=rf"RunConfig\.seed {seed} must be in 0 \.\. 2\^32 - 1"):
+            _config(PLAIN, seed=seed)

@@ -8,96 +8,69 @@ import struct
 import commands
 import pytest
 import tiny_run
+from checks import refused
+from small_models import config_of, run_config
 from wandb.proto.wandb_internal_pb2 import Record
 
-from ttcd_jax.errors import UserError
+from ttcd_jax import Precision, train_run
 from ttcd_jax.run.reporting import MetricFiles
 from ttcd_jax.run.trackers import Guarded, named
 
-LAUNCH = ("launch", *tiny_run.flags("recall.gin", *tiny_run.RECALL))
-TRACKED = "--param=RunConfig.trackers=('wandb',)"
-# A run with a tracker of its own, which does as it is told at the third call of write.
-OWN = """
-import sys
-from pathlib import Path
-from ttcd_jax.run.bindings import load_config
-from ttcd_jax import RunConfig, train_run
+MODEL = config_of("ipttcd", num_layers=1, precision=Precision())
+CONFIG = run_config(MODEL, steps=5, log_every=1, checkpoint_every=4)
 
-class Own:
+
+class _Own:
+    """Notes what it is called with; raises in one of its methods."""
+
+    def __init__(self, method=None, error=None):
+        self.calls, self._method, self._error = [], method, error
+
+    def _note(self, method, *seen):
+        self.calls.append((method, *seen))
+        if method == self._method:
+            raise self._error
+
     def start(self, run_dir, config, step):
-        self.lines = [f"start {run_dir.name} {config['steps']} {step}"]
+        self._note("start", run_dir.name, config["steps"], step)
 
     def write(self, step, record):
-        self.lines.append(f"{step} {'loss' in record}")
-        if step == 3:
-            FAIL
+        self._note("write", step, "loss" in record)
 
     def close(self):
-        print(*self.lines, "close", sep="|")
-
-params = [text.removeprefix("--param=") for text in sys.argv[2:]]
-config = load_config(RunConfig, "recall.gin", params, config_dir=Path("experiments/configs"))
-print(train_run(config, sys.argv[1], trackers=[Own()]).step)
-"""
-
-
-def _own(tmp_path, failure, *bindings):
-    program = tmp_path / "own.py"
-    program.write_text(OWN.replace("FAIL", failure))
-    sizes = tiny_run.params(*tiny_run.BINDINGS, *tiny_run.RECALL, *bindings)
-    result = commands.run(program, tmp_path / "run", *sizes)
-    assert result.returncode == 0, result.stderr
-    return result
+        self._note("close")
 
 
 def test_a_tracker_of_the_user_receives_every_record(tmp_path):
-    output = _own(tmp_path, "pass", "STEPS=5").stdout
-    assert "start run 5 0|1 True|2 True|3 True|4 True|5 True|close\n" in output
+    first, second = _Own(), _Own()
+    train_run(CONFIG, tmp_path / "run", trackers=[first])
+    written = [("write", step, True) for step in range(1, 6)]
+    assert first.calls == [("start", "run", 5, 0), *written, ("close",)]
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "5")
-    output = _own(tmp_path, "pass", "STEPS=5").stdout
-    assert "start run 5 4|close\n" in output  # step 5 was reported before
+    train_run(CONFIG, tmp_path / "run", trackers=[second])
+    assert second.calls == [("start", "run", 5, 4), ("close",)]  # step 5 was reported before
     assert [step for step, *_ in tiny_run.losses(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
 
-def test_a_tracker_that_fails_is_one_warning(tmp_path):
-    result = _own(tmp_path, "raise ConnectionError('no network')", "STEPS=6")
-    assert result.stdout.endswith("\n6\n")
-    assert result.stderr.count("\n") == 1
-    words = "failed (ConnectionError: no network)"
-    assert result.stderr.endswith(f"tracker Own {words}: the run goes on without it\n")
-
-
-class _Failing:
-    """Raises in one of its methods."""
-
-    def __init__(self, method, error):
-        self.calls, self._method, self._error = [], method, error
-
-    def __getattr__(self, name):
-        def call(*arguments):
-            self.calls.append(name)
-            if name == self._method:
-                raise self._error
-
-        return call
+ORDER = ["start", "write", "write", "close"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no\nkey"), SystemExit(3)])
 @pytest.mark.parametrize("method", ["start", "write", "close"])
-def test_a_tracker_gets_no_call_after_one_that_fails(method, error, caplog):
-    tracker = _Failing(method, error)
-    guarded, order = Guarded(tracker), ["start", "write", "write", "close"]
-    for name in order:
-        guarded.call(name)
-    assert tracker.calls == order[: order.index(method) + 1]
-    (message,) = caplog.messages
+def test_a_tracker_that_fails_is_one_warning_and_gets_no_more_calls(
+    method, error, tmp_path, caplog
+):
+    tracker = _Own(method, error)
+    assert train_run(CONFIG.replace(steps=2), tmp_path, trackers=[tracker]).step == 2
+    assert [call[0] for call in tracker.calls] == ORDER[: ORDER.index(method) + 1]
+    (message,) = (x for x in caplog.messages if "tracker" in x)
     cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    assert message == f"tracker _Failing failed ({cause}): the run goes on without it"
+    assert message == f"tracker _Own failed ({cause}): the run goes on without it"
 
 
 def test_an_interruption_inside_a_tracker_is_none_of_its_failures(caplog):
     with pytest.raises(KeyboardInterrupt):
-        Guarded(_Failing("write", KeyboardInterrupt())).call("write")
+        Guarded(_Own("close", KeyboardInterrupt())).call("close")
     assert not caplog.messages
 
 
@@ -116,16 +89,7 @@ def test_a_record_that_is_written_again_is_told_from_another_of_its_step(tmp_pat
 
 def test_a_package_that_is_missing_is_named_with_its_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'ttcd-jax\[wandb\]'"):
-        named(("wandb",))
-
-
-def test_an_unknown_tracker_is_refused_before_anything_is_written(tmp_path):
-    error = commands.refused(
-        *LAUNCH, "--param=RunConfig.trackers=('wand',)", f"--run_dir={tmp_path}"
-    )
-    assert "no tracker is called 'wand'; did you mean 'wandb'?" in error
-    assert not [*tmp_path.iterdir()]
+    refused("pip install 'ttcd-jax[wandb]'", named, ("wandb",))
 
 
 def _records(run_dir):
@@ -146,14 +110,16 @@ def _records(run_dir):
 
 def test_weights_and_biases_offline_has_each_step_once_after_a_kill(tmp_path):
     run_dir = tmp_path / "project" / "run"
-    line = *LAUNCH, TRACKED, f"--run_dir={run_dir}", "--param=STEPS=300"
+    bindings = "STEPS=300", "RunConfig.trackers=('wandb',)", "RunConfig.checkpoint_every=100"
+    sizes = tiny_run.flags("recall.gin", *tiny_run.RECALL, *bindings)
+    line = "launch", *sizes, f"--run_dir={run_dir}"
     environment = commands.cpu_environment(MY_TOKEN="hunter2")
-    process = commands.start(*line, "--param=RunConfig.checkpoint_every=100", env=environment)
+    process = commands.start(*line, env=environment)
     tiny_run.wait_for_step(run_dir, 150, process)
     process.kill()
     process.wait()
     killed_at = tiny_run.losses(run_dir)[-1][0]
-    commands.output(*line, "--param=RunConfig.checkpoint_every=100", env=environment)
+    commands.output(*line, env=environment)
 
     records = [*_records(run_dir)]
     runs = [record.run for record in records if record.HasField("run")]

@@ -1,30 +1,24 @@
-"""Methods on meshes of eight fake devices: loss, statistics, distances to a teacher and every
-gradient against those without a mesh. A script:
-`python equal_on_devices.py '{"METHOD": ["MESH", ...], ...}'`, a mesh as 1x2x2x2 (data x fsdp x seq
-x tensor); prints the largest relative differences as JSON."""
+"""Methods on meshes of fake devices: loss, statistics, distances to a teacher, every gradient."""
 
 import functools
-import json
 import math
-import sys
 
 import jax
 import numpy as np
 from checks import distance, randomize
 from flax import nnx
-from small_models import CHUNK, TOY, config_of
+from small_models import CHUNK, config_of, outside_method
 
-from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax import MemoryConfig, Transformer, TransformerConfig
 from ttcd_jax.methods.registry import register
-from ttcd_jax.models.config import TransformerConfig, layers_with_teacher
-from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.models.config import layers_with_teacher
 from ttcd_jax.sharding.batch import Placement
 from ttcd_jax.sharding.mesh import AXES, MeshConfig, build_mesh
 from ttcd_jax.train.loss import summed_loss
 from ttcd_jax.train.state import params_shardings, with_params
 
 B, T, V = 8, 64, 32
-register(TOY)
+register(outside_method())
 
 
 def config(method: str, **changes) -> TransformerConfig:
@@ -50,6 +44,7 @@ def config(method: str, **changes) -> TransformerConfig:
 
 
 def mesh_of(name: str) -> jax.sharding.Mesh:
+    """Of "1x2x2x2": data x fsdp x seq x tensor."""
     sizes = [int(size) for size in name.split("x")]
     devices = jax.devices()[: math.prod(sizes)]
     return build_mesh(MeshConfig(**dict(zip(AXES, sizes, strict=True))), devices)
@@ -102,15 +97,3 @@ def results(model_config, mesh=None):
 
 def worst_distance(found, expected) -> float:
     return max(map(distance, jax.tree.leaves(found), jax.tree.leaves(expected)))
-
-
-def differences(method: str, meshes: list[str]) -> dict[str, float]:
-    expected = results(config(method))
-    found = {name: results(config(method), mesh_of(name)) for name in meshes}
-    return {name: worst_distance(result, expected) for name, result in found.items()}
-
-
-if __name__ == "__main__":
-    jax.config.update("jax_enable_x64", True)
-    cases = json.loads(sys.argv[1])
-    print(json.dumps({method: differences(method, meshes) for method, meshes in cases.items()}))

@@ -1,42 +1,89 @@
+"""The mesh, the table of axes, and the rows of a batch that a process makes."""
+
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from checks import refused
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from ttcd_jax.axes import LOGICAL_AXES, param
-from ttcd_jax.errors import UserError
+from ttcd_jax.data.pipeline import Batches
+from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
 from ttcd_jax.sharding import rules
-from ttcd_jax.sharding.mesh import AXES
+from ttcd_jax.sharding.batch import Placement
+from ttcd_jax.sharding.mesh import AXES, MeshConfig, build_mesh
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "sizes"),
+    [
+        ({}, 1, (1, 1, 1, 1)),
+        ({}, 8, (1, 8, 1, 1)),
+        ({"data": -1, "fsdp": 2, "tensor": 2}, 8, (2, 2, 1, 2)),
+        ({"data": 2, "fsdp": 1, "seq": 4}, 8, (2, 1, 4, 1)),
+        ({"data": 4, "slices": 2}, 8, (4, 2, 1, 1)),
+    ],
+)
+def test_an_open_axis_takes_what_the_others_leave(config, devices, sizes):
+    assert tuple(MeshConfig(**config).sizes(devices).values()) == sizes
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"fsdp": 3}, "data 1 x fsdp 3 x seq 1 x tensor 1 = 3 devices, and there are 8"),
+        ({"seq": 3}, "seq 3 x tensor 1 = 3 devices or a multiple, and there are 8"),
+        ({"slices": 2}, "slices 2 does not divide data 1"),
+        ({"data": 0}, "MeshConfig.data 0 must be at least 1, or -1"),
+        ({"data": -1}, "data and fsdp are -1"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_with_its_numbers(config, words):
+    refused(words, lambda: MeshConfig(**config).sizes(8))
+
+
+class _Device:
+    """A fake of what a mesh reads of a device, as `process` sees it: two for each process, of two
+    slices by turns."""
+
+    device_kind = "none"
+
+    def __init__(self, number: int, process: int = 0, platform: str = "cpu"):
+        self.id, self.platform, self.slice_index = number, platform, number % 2
+        self.process_index = 0 if platform == "gpu" else number // 2
+        self.client = SimpleNamespace(process_index=lambda: process)
+
+
+def test_axes_are_automatic_and_only_data_leaves_a_slice():
+    mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+    assert mesh.axis_names == AXES
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    two = MeshConfig(data=2, fsdp=1, slices=2)
+    refused("slices is 2, and the devices come in", build_mesh, two, [*jax.devices()[:1]] * 2)
+    devices = [_Device(number, platform="gpu") for number in range(8)]
+    mesh = build_mesh(MeshConfig(data=2, fsdp=4, slices=2), devices)
+    slices = [[device.slice_index for device in row.flat] for row in mesh.devices]
+    assert slices == [[0] * 4, [1] * 4]
 
 
 def _mesh(*sizes, types=(AxisType.Auto,) * 4):
     return AbstractMesh(sizes, AXES, axis_types=types)
 
 
-def test_the_table_knows_every_logical_axis_and_no_other():
+def test_names_become_mesh_axes_by_a_table_that_knows_every_logical_axis_and_no_other():
     assert rules.RULES.keys() == {*LOGICAL_AXES, "batch", "length"}
-
-
-def test_names_become_mesh_axes():
     mesh = _mesh(2, 2, 2, 2)
     assert rules.spec(("vocab", "embed"), mesh) == PartitionSpec("tensor", ("fsdp", "seq"))
     names = ("batch", "length", None)
     assert rules.spec(names, mesh) == PartitionSpec(("data", "fsdp"), "seq", None)
     with pytest.raises(KeyError, match="wocab"):
         rules.spec(("wocab",), mesh)
-
-
-def test_axes_that_a_surrounding_shard_map_cut_are_left_alone():
-    types = (AxisType.Manual, AxisType.Auto, AxisType.Manual, AxisType.Auto)
-    assert rules.spec(("batch", "length"), _mesh(2, 2, 2, 2, types=types)) == PartitionSpec(
-        "fsdp", None
-    )
-
-
-def test_a_dimension_that_does_not_divide_is_refused_with_both_numbers():
-    arrays = {"gate": jax.ShapeDtypeStruct((16, 30), jnp.float32)}
-    with pytest.raises(UserError, match=r"gate \(16, 30\): its axis 'mlp' of 30 .* 4 devices"):
-        rules.shardings(_mesh(1, 1, 1, 4), {"gate": ("embed", "mlp")}, arrays)
+    # Axes that a surrounding shard_map cut are left alone.
+    cut = _mesh(2, 2, 2, 2, types=(AxisType.Manual, AxisType.Auto) * 2)
+    assert rules.spec(("batch", "length"), cut) == PartitionSpec("fsdp", None)
 
 
 def test_without_a_mesh_nothing_is_moved():
@@ -44,3 +91,39 @@ def test_without_a_mesh_nothing_is_moved():
     assert rules.constrain(x, "batch", None) is x
     assert rules.gathered(param(x, ("embed", "mlp")), jnp.bfloat16) is x
     assert not rules.is_distributed()
+
+
+B = 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"fsdp": 8}, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ({"data": 2, "seq": 2}, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        # Processes whose devices hold parts of the same rows each supply those rows.
+        ({"data": 2, "tensor": 4}, [(0, 1, 2, 3)] * 2 + [(4, 5, 6, 7)] * 2),
+        ({"seq": 8}, [tuple(range(B))] * 4),
+    ],
+)
+def test_processes_make_the_rows_of_their_devices(sizes, expected):
+    source = RecallRows(RecallConfig(num_slots=9, num_keys=4, num_values=4), seed=0, num_rows=3 * B)
+    for process, own in enumerate(expected):
+        mesh = build_mesh(MeshConfig(**sizes), [_Device(number, process) for number in range(8)])
+        rows = Placement(mesh, batch_size=B, length=16).rows
+        assert rows == own
+        batches = Batches(source, batch_size=B, rows=rows)
+        expected_rows = [source[B + row]["tokens"] for row in own]
+        np.testing.assert_array_equal(batches.at(1)["tokens"], expected_rows)
+
+
+def test_what_does_not_divide_is_refused_with_both_numbers():
+    for sizes, words in (
+        ({"fsdp": 8}, "[batch_size, seq_len] (4, 12): its axis 'batch' of 4 |8 devices"),
+        ({"seq": 8, "fsdp": 1}, "its axis 'length' of 12 does not divide among 8 devices"),
+    ):
+        mesh = build_mesh(MeshConfig(**sizes), [_Device(number) for number in range(8)])
+        refused(words, Placement, mesh, batch_size=4, length=12)
+    arrays = {"gate": jax.ShapeDtypeStruct((16, 30), jnp.float32)}
+    words = "gate (16, 30): its axis 'mlp' of 30 |4 devices"
+    refused(words, rules.shardings, _mesh(1, 1, 1, 4), {"gate": ("embed", "mlp")}, arrays)

@@ -53,9 +53,8 @@ def main(argv: list[str]) -> None:
 def _soak(folder: Path, kinds: Sequence[str]) -> None:
     from ttcd_kernels.table import format_table
 
-    from tests.soak.check import Chain
     from tests.soak.faults import FAULTS, Unavailable, drawn
-    from tests.soak.run import Broken
+    from tests.soak.run import Broken, Chain
 
     chain, outcomes, name = Chain(folder), {kind: [] for kind in kinds}, ""
     for number in range(FLAGS.first, FLAGS.first + FLAGS.faults):

@@ -7,29 +7,15 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGTERM
-from typing import NamedTuple
 
-from tests.soak.run import STOPPED, Broken, Job, Run
+from tests.soak.run import STOPPED, Broken, Fault, Inject, Job, Run
 from ttcd_jax.run.directory import METRICS
 from ttcd_jax.run.reporting import read_metrics
 
-Inject = Callable[[Run, random.Random], Job]
 Damage = Callable[[Path, random.Random], object]
-
-
-class Fault(NamedTuple):
-    """`inject` returns the processes that were hit, each of which ends with one of `statuses`. The
-    run is one of so many `processes`, has `checkpoints` before, or is new, or keeps `keep`."""
-
-    inject: Inject
-    statuses: tuple[int, ...] = (STOPPED,)
-    checkpoints: int = 0
-    is_new: bool = False
-    keep: int | None = None
-    processes: int = 1
 
 
 class Unavailable(Exception):
@@ -50,8 +36,8 @@ def _at(moment: str, *names: str, most: int = 1, delay: float = 0.0, stops: int 
 
     def inject(run: Run, rng: random.Random) -> Job:
         fault = ("signals", moment, rng.randint(1, most), rng.uniform(0, delay), *names)
-        text = f"at step {run.newest + stops}, checkpoint saved" if stops else ""
-        return _printing(run.start(faults={0: fault}, stop=6 if "USR" in names[0] else 99), text)
+        texts = [f"at step {run.newest + stops}, checkpoint saved"] if stops else ()
+        return run.start(faults={0: fault}, stop=6 if "USR" in names[0] else 99, texts=texts)
 
     return inject
 
@@ -67,12 +53,6 @@ def _claim(run: Run, rng: random.Random) -> Job:
     return run.start()
 
 
-EVALUATED = (
-    "RunConfig.evaluations=(@Perplexity(),)",
-    *("Perplexity.max_rows=2", "RunConfig.evaluate_every={}"),
-)
-
-
 def _evaluations(run: Run) -> list[dict[str, float]]:
     return [x for x in read_metrics(run.path / METRICS) if "loss" not in x]
 
@@ -81,13 +61,14 @@ def _next_evaluation(run: Run) -> tuple[int, list[str]]:
     """(the next step after which nothing is saved, parameters that evaluate it)."""
     step = run.newest + 2
     step += not step % run.every
-    return step, [x.format(step) for x in EVALUATED]
+    params = "evaluations=(@Perplexity(),)", f"evaluate_every={step}"
+    return step, ["Perplexity.max_rows=2", *(f"RunConfig.{x}" for x in params)]
 
 
 def _stopped_in_evaluation(run: Run, rng: random.Random) -> Job:
     step, params = _next_evaluation(run)
-    job = run.start(*params, faults={0: ("signals", "evaluation", 1, 0, "SIGTERM")}, stop=99)
-    return _printing(job, f"at step {step + 1}, checkpoint saved")
+    texts, fault = [f"at step {step + 1}, checkpoint saved"], ("evaluation", 1, 0, "SIGTERM")
+    return run.start(*params, faults={0: ("signals", *fault)}, stop=99, texts=texts)
 
 
 def _killed_after_evaluation(run: Run, rng: random.Random) -> Job:
@@ -122,18 +103,9 @@ def _saved(run: Run, rng: random.Random) -> Job:
     return job
 
 
-def _printing(job: Job, *texts: str) -> Job:
-    job.texts = texts
-    return job
-
-
-def _clock(run: Run, rng: random.Random) -> Job:
-    return run.start(faults={0: ("clock", rng.randrange(999))})
-
-
 def _small_files(run: Run, rng: random.Random) -> Job:
     size = rng.choice((100, 1000, 4000, 20_000))
-    return _printing(run.start(faults={0: ("full_disk", size)}), "^error: ")
+    return run.start(faults={0: ("full_disk", size)}, texts=["^error: "])
 
 
 @contextmanager
@@ -153,12 +125,9 @@ def _filled(run: Run, rng: random.Random) -> Job:
         job = run.start(faults={0: ("signals", "step", 5, 0, "SIGSTOP")}, stop=99)
         job.runs_until(job.is_stopped)
         filler = run.path / "filler"
-        with open(filler, "wb", buffering=0) as file:
-            while file.tell() < 2**23:
-                try:
-                    file.write(bytes(4096))
-                except OSError:
-                    break
+        with suppress(OSError), open(filler, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
         job.send(SIGCONT)
         job.texts = (r" was not saved: No space left on device \(it needs about ",)
         run.end(job, 6)
@@ -177,7 +146,7 @@ def _filled(run: Run, rng: random.Random) -> Job:
 def _read_only(run: Run, rng: random.Random) -> Job:
     with _mounted(run.path, "--bind", "-o", "ro", run.path):
         text = r"^error: .* cannot be a run directory \(Read-only file system\): choose"
-        job = _printing(run.start(), text)
+        job = run.start(texts=[text])
         job.runs_until(lambda: False)
     return job
 
@@ -186,7 +155,7 @@ def _second_trainer(run: Run, rng: random.Random) -> Job:
     job = run.start(faults={0: ("signals", "step", 2, 0, "SIGSTOP")})
     job.runs_until(job.is_stopped)
     owner = f"process {job.processes[0].pid} on "
-    _printing(run.start(), f"^error: .* is in use by {owner}").end(2)
+    run.start(texts=[f"^error: .* is in use by {owner}"]).end(2)
     job.send(SIGCONT)
     return job
 
@@ -201,9 +170,13 @@ def _without_terminal(run: Run, rng: random.Random) -> Job:
     """The terminal hangs up, and nobody reads the output."""
     reader, terminal = os.pipe()
     os.close(reader)
-    job = run.start(faults={0: ("signals", "step", 3, 0, "SIGHUP", "SIGHUP")}, stdout=terminal)
+    fault, texts = (
+        ("step", 3, 0, "SIGHUP", "SIGHUP"),
+        [r"\A.*standard output cannot be written.*\n\Z"],
+    )
+    job = run.start(faults={0: ("signals", *fault)}, stdout=terminal, texts=texts)
     os.close(terminal)
-    return _printing(job, r"\A.*standard output cannot be written.*\n\Z")
+    return job
 
 
 def _full_output(run: Run, rng: random.Random) -> Job:
@@ -217,7 +190,8 @@ def _fails(status: int, error: str, text: str, end: str) -> Fault:
     def inject(run: Run, rng: random.Random) -> Job:
         job = run.start(faults={0: ("fails", 5, error, text)})
         job.runs_until(lambda: False)
-        return _printing(job, rf"^error: .*{end}\n\Z".format(run.newest))
+        job.texts = [rf"^error: .*{end}\n\Z".format(run.newest)]
+        return job
 
     return Fault(inject, (status,))
 
@@ -258,10 +232,10 @@ def _locked(run: Run, rng: random.Random) -> Job:
     """The run directory is in use: the first process says so, the other loses it."""
     with (run.path / "lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        job = run.start()
+        job = run.start(texts=["^error: .* is in use by"])
         job.statuses = [(2,), (7,)]
         job.runs_until(lambda: False)
-    return _printing(job, "^error: .* is in use by")
+    return job
 
 
 def _moved(devices: int, *params: str, processes: int = 0) -> Inject:
@@ -282,10 +256,10 @@ def _damaged(damage: Damage, is_evaluated: bool = False) -> Inject:
         damage(path, rng)
         if is_evaluated:
             texts = re.escape(path.name), rf"\(step {older}, 2 rows\)"
-            _printing(run.evaluation(), *texts).end(0)
+            run.evaluation(texts=texts).end(0)
             text = rf"^error: checkpoint step {newest} is damaged.*step={older}"
-            _printing(run.evaluation(f"--step={newest}"), text).end(4)
-        job = _printing(run.start(), rf"step {newest} \(", re.escape(path.name))
+            run.evaluation(f"--step={newest}", texts=[text]).end(4)
+        job = run.start(texts=[rf"step {newest} \(", re.escape(path.name)])
         job.resumed = older
         return job
 
@@ -305,7 +279,7 @@ def _cut(path: Path, rng: random.Random) -> None:
 def _no_digests(run: Run, rng: random.Random) -> Job:
     for path in run.checkpoints.glob("*/DIGEST.json"):
         path.unlink()
-    return _printing(run.start(), f"step {run.newest} in ", "is used unchecked")
+    return run.start(texts=[f"step {run.newest} in ", "is used unchecked"])
 
 
 def _torn_metrics(run: Run, rng: random.Random) -> Job:
@@ -316,14 +290,14 @@ def _torn_metrics(run: Run, rng: random.Random) -> Job:
     path = run.path / METRICS
     first, _, rest = path.read_bytes().partition(b"\n")
     path.write_bytes(first + b"\n" + tail.rstrip(b"\n") + b"\n" + rest + tail)
-    return _printing(run.start(), f"{2 * max(tail.count(10), 1)} of ")
+    return run.start(texts=[f"{2 * max(tail.count(10), 1)} of "])
 
 
 def _no_events(run: Run, rng: random.Random) -> Job:
     """A file where the folder of TensorBoard would be."""
     shutil.rmtree(run.path / "tensorboard")
     (run.path / "tensorboard").write_text("a file")
-    run.end(_printing(run.start(), "cannot be written"), STOPPED)
+    run.end(run.start(texts=["cannot be written"]), STOPPED)
     (run.path / "tensorboard").unlink()
     return run.start(stop=2)
 
@@ -344,7 +318,7 @@ def _refused(find: Callable[[Run], Iterable[Path]], damage: Damage, *texts: str)
         metrics = (run.path / METRICS).read_bytes() if (run.path / METRICS).exists() else b""
         (shutil.copytree if path.is_dir() else shutil.copy2)(path, aside)
         damage(path, rng)
-        job = _printing(run.start(), "^error: ", *texts)
+        job = run.start(texts=["^error: ", *texts])
         job.runs_until(lambda: False)
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         aside.replace(path)
@@ -355,14 +329,19 @@ def _refused(find: Callable[[Run], Iterable[Path]], damage: Damage, *texts: str)
     return inject
 
 
+def _lost(damage: Damage) -> Inject:
+    texts = r"metrics\.jsonl reports \d+ steps and ", "holds no checkpoint: restore a copy, or "
+    return _refused(lambda run: [run.checkpoints], damage, *texts)
+
+
 def _emptied(path: Path, rng: random.Random) -> None:
     for child in path.iterdir():
         shutil.rmtree(child)
 
 
 def _other_configuration(run: Run, rng: random.Random) -> Job:
-    text = r"^error: .*optimizer\.beta1: 0\.9 -> 0\.8.*--run_dir"
-    return _printing(run.start("OptimizerConfig.beta1=0.8"), text)
+    texts = [r"^error: .*optimizer\.beta1: 0\.9 -> 0\.8.*--run_dir"]
+    return run.start("OptimizerConfig.beta1=0.8", texts=texts)
 
 
 def _rarely_saved(run: Run, rng: random.Random) -> Job:
@@ -381,13 +360,14 @@ def _records_moved(run: Run, rng: random.Random) -> Job:
 
 def _other_records(run: Run, rng: random.Random) -> Job:
     records, run.records = run.records, run.folder / "others"
-    job, run.records = run.start(), records
-    return _printing(job, "^error: .*training data changed")
+    job, run.records = run.start(texts=["^error: .*training data changed"]), records
+    return job
 
 
 _KILLED, _DATA = (-SIGKILL,), "ttcd_jax.errors:DataError"
 _GOES_ON = "; last good checkpoint: step {}; the same command goes on"
-_MEMORY = "RESOURCE_EXHAUSTED: no memory", "INTERNAL: Out of memory allocating 64 bytes"
+_RUNTIME, _CHECKPOINT = "builtins:RuntimeError", "ttcd_jax.errors:CheckpointError"
+_INTERNAL = "INTERNAL: Out of memory allocating 64 bytes"
 _LOST, _LATE = "another process was lost", "no step for "
 # Those of one process that keep its layout come last: the suite compares their run to its end.
 FAULTS = {
@@ -430,40 +410,26 @@ FAULTS = {
     "SIGUSR1 at the start": Fault(_at("start", "SIGUSR1")),
     "SIGUSR2 at the start": Fault(_at("start", "SIGUSR2")),
     "SIGUSR1": Fault(_saved, keep=3),
-    "the clock jumps": Fault(_clock, (STOPPED, 4)),  # the time limit of an Orbax save is passed
+    "the clock jumps": Fault(  # the time limit of an Orbax save is passed
+        lambda run, rng: run.start(faults={0: ("clock", rng.randrange(999))}), (STOPPED, 4)
+    ),
     "files that cannot grow": Fault(_small_files, (6,)),
     "a read-only disk": Fault(_read_only, (2,), checkpoints=1),
     "a second trainer": Fault(_second_trainer),
     "the terminal hangs up": Fault(_without_terminal),
     "output on a full disk": Fault(_full_output),
     "an error of the data": _fails(3, _DATA, "a.txt has gone", _GOES_ON),
-    **{
-        f"an error of memory, {x[:8]}": _fails(6, "builtins:RuntimeError", x, _GOES_ON)
-        for x in _MEMORY
-    },
-    "an error of a checkpoint": _fails(
-        4, "ttcd_jax.errors:CheckpointError", "none is intact", "none is intact"
-    ),
+    "an error of memory, RESOURCE": _fails(6, _RUNTIME, "RESOURCE_EXHAUSTED: no memory", _GOES_ON),
+    "an error of memory, INTERNAL": _fails(6, _RUNTIME, _INTERNAL, _GOES_ON),
+    "an error of a checkpoint": _fails(4, _CHECKPOINT, "none is intact", "none is intact"),
     "checkpoint: a bit": Fault(_damaged(_flip, True), checkpoints=2),
     "checkpoint: cut": Fault(_damaged(_cut), checkpoints=2),
     "checkpoint: a file lost": Fault(_damaged(lambda path, rng: path.unlink()), checkpoints=2),
     "checkpoints: no digests": Fault(_no_digests, checkpoints=2),
-    **{
-        f"checkpoints: {name}": Fault(
-            _refused(
-                lambda run: [run.checkpoints],
-                damage,
-                r"metrics\.jsonl reports \d+ steps and ",
-                "holds no checkpoint: restore a copy, or ",
-            ),
-            (4,),
-            checkpoints=3,
-        )
-        for name, damage in (
-            ("all lost", _emptied),
-            ("folder lost", lambda path, rng: shutil.rmtree(path)),
-        )
-    },
+    "checkpoints: all lost": Fault(_lost(_emptied), (4,), checkpoints=3),
+    "checkpoints: folder lost": Fault(
+        _lost(lambda path, rng: shutil.rmtree(path)), (4,), checkpoints=3
+    ),
     "metrics.jsonl: torn": Fault(_torn_metrics, checkpoints=1),
     "tensorboard: a file": Fault(_no_events, checkpoints=1),
     "unfinished files": Fault(_leftovers, checkpoints=1),

@@ -7,14 +7,13 @@ import re
 import commands
 import pytest
 
-from tests.soak.check import Chain
 from tests.soak.faults import FAULTS, Unavailable, drawn
-from tests.soak.run import Broken
+from tests.soak.run import Broken, Chain
 
 BROKEN = """
 from experiments import cli
-from tests.soak import __main__ as soak, check
-from tests.soak.run import Broken
+from tests.soak import __main__ as soak
+from tests.soak.run import Broken, Chain
 
 def hit(self, fault, rng, number):
     self.begun = 1
@@ -22,7 +21,7 @@ def hit(self, fault, rng, number):
         raise Broken("loss 2.0 instead of 1.0")
     return 75
 
-check.Chain.hit = hit
+Chain.hit = hit
 cli.run(soak.main)
 """
 

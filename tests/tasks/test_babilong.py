@@ -12,12 +12,12 @@ from typing import get_args
 
 import pytest
 from babi_solver import solve
-from checks import randomize
+from checks import randomize, refused
 from small_models import byte_model
 
 from experiments.cli import parse_options
 from ttcd_jax.data.tokenizer import ByteTokenizer
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.errors import DataError
 from ttcd_jax.measure.results import evaluate
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.transformer import Transformer
@@ -30,9 +30,8 @@ from ttcd_jax.tasks.babilong.samples import (
     prompt,
     text_size,
 )
-from ttcd_jax.tasks.babilong.stories import BabiTask, read_folder, read_questions
+from ttcd_jax.tasks.babilong.stories import BabiTask, read_folder, read_questions, story_lines
 from ttcd_jax.tasks.babilong.task import BabiLong
-from ttcd_jax.tasks.babilong.world import story_lines
 
 DATA = Path(__file__).parent / "data/babilong"
 BABI = str(DATA / "babi")
@@ -65,46 +64,35 @@ def addresses():
     return texts
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_published_samples_are_reproduced(task, addresses):
-    published = [
-        sample for sample in _json_lines("samples_words400.jsonl") if sample["task"] == task
-    ]
-    questions = of_size(read_folder(DATA / "babi", task), 400)
-    numbered = [(x["sample_index"], questions[x["sample_index"]]) for x in published]
-    for sample, expected in zip(
-        hide(numbered, addresses, Words, size=400, seed=11), published, strict=True
-    ):
-        fields = json.loads(json.dumps(sample._asdict()))
-        fields |= {"task": task, "sample_index": fields.pop("index"), "size": 400, "seed": 11}
-        assert fields == expected
-
-
 def _questions(task, num_stories, seed=0):
     return list(read_questions(story_lines(task, seed, num_stories)))
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_answers_of_our_stories_follow_from_their_text(task):
-    questions = _questions(task, 1000 if task == "qa4" else 200)
-    assert len(questions) == 1000
-    for x in questions:
-        assert solve(x.facts, x.question) == (x.target, x.references), x
-    answers = [x.target for x in questions]
-    labels = LABELS[task]
-    assert {*answers} == {*labels}
-    assert max(map(answers.count, labels)) < 2 * len(answers) / len(labels)
-    assert questions == _questions(task, 1000 if task == "qa4" else 200)
-    assert questions[:5] == _questions(task, 5)[:5]
-    assert questions[:5] != _questions(task, 5, seed=1)[:5]
+def test_published_samples_are_reproduced(task, addresses):
+    published = [x for x in _json_lines("samples_words400.jsonl") if x["task"] == task]
+    questions = of_size(read_folder(DATA / "babi", task), 400)
+    numbered = [(x["sample_index"], questions[x["sample_index"]]) for x in published]
+    samples = hide(numbered, addresses, Words, size=400, seed=11)
+    for sample, expected in zip(samples, published, strict=True):
+        fields = json.loads(json.dumps(sample._asdict()))
+        fields |= {"task": task, "sample_index": fields.pop("index"), "size": 400, "seed": 11}
+        assert fields == expected
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_answers_of_bAbI_follow_from_their_text(task):
-    questions = read_folder(DATA / "babi", task)
-    assert len(questions) > 40
-    for x in questions:
+def test_answers_follow_from_their_text(task):
+    """Those of bAbI and ours, all labels about as often."""
+    published, many = read_folder(DATA / "babi", task), 1000 if task == "qa4" else 200
+    questions = _questions(task, many)
+    assert (len(published) > 40, len(questions)) == (True, 1000)
+    for x in (*published, *questions):
         assert solve(x.facts, x.question) == (x.target, x.references), x
+    answers, labels = [x.target for x in questions], LABELS[task]
+    assert {*answers} == {*labels}
+    assert max(map(answers.count, labels)) < 2 * len(answers) / len(labels)
+    assert questions == _questions(task, many)
+    assert questions[:5] == _questions(task, 5)[:5] != _questions(task, 5, seed=1)[:5]
 
 
 def test_all_forms_of_statements_and_questions_occur():
@@ -125,39 +113,34 @@ def test_all_forms_of_statements_and_questions_occur():
         assert len(ours - published) <= 6, task  # a part of the files has not all of them
 
 
-def test_facts_and_sentences_fill_the_text():
+@pytest.mark.parametrize(("tokenizer", "size"), [(Words, 300), (ByteTokenizer(), text_size("1k"))])
+def test_facts_and_sentences_fill_the_text(tokenizer, size):
     """Whatever the tokenizer: the text has `size` tokens, the facts are in it in order, each before
     its sentence, and sentences are short only where they are cut."""
     questions = _questions("qa2", 20)
-    for tokenizer, size in ((Words, 300), (ByteTokenizer(), text_size("1k"))):
-        fitting = of_size(questions, size)
-        assert fitting == [x for x in questions if len(x.facts) + 1 <= size // 8]
-        samples = list(hide(enumerate(fitting), [PROSE], tokenizer, size=size, seed=3))
-        assert [x.index for x in samples] == [*range(len(fitting))]
-        long, samples = ([x for x in samples if any(x.background) is y] for y in (False, True))
-        assert len(samples) > 20
-        assert bool(long) is (tokenizer is not Words)  # facts of 25 bytes and more
-        for sample in long:
-            assert (sample.background, sample.input) == (("",), " ".join(sample.facts))
-            assert {*sample.fact_positions} <= {0, 1}
-        for sample in samples:
-            assert sample[1:5] == fitting[sample.index]
-            pieces = [*sample.background]
-            for position, fact in reversed(
-                [*zip(sample.fact_positions, sample.facts, strict=True)]
-            ):
-                pieces.insert(position, fact)
-            assert " ".join(pieces) == sample.input
-            assert [*sample.fact_positions] == sorted(sample.fact_positions)
-            # One of the bytes is the first blank, which the text leaves out.
-            num_tokens = size if tokenizer is Words else size - 1
-            assert len(tokenizer.encode(sample.input)) == num_tokens
-            assert all(sentence in PROSE for sentence in sample.background)
-        positions = [x.fact_positions for x in samples]
-        ends = [len(x.background) for x in samples]
-        assert any(0 in p for p in positions)
-        assert any(end in p for p, end in zip(positions, ends, strict=True))
-        assert any(len({*p}) < len(p) for p in positions)
+    fitting = of_size(questions, size)
+    assert fitting == [x for x in questions if len(x.facts) + 1 <= size // 8]
+    samples = list(hide(enumerate(fitting), [PROSE], tokenizer, size=size, seed=3))
+    assert [x.index for x in samples] == [*range(len(fitting))]
+    long, samples = ([x for x in samples if any(x.background) is y] for y in (False, True))
+    assert len(samples) > 20
+    assert bool(long) is (tokenizer is not Words)  # facts of 25 bytes and more
+    for sample in long:
+        assert (sample.background, sample.input) == (("",), " ".join(sample.facts))
+        assert {*sample.fact_positions} <= {0, 1}
+    for sample in samples:
+        assert sample[1:5] == fitting[sample.index]
+        pieces, places = [*sample.background], sample.fact_positions
+        for position, fact in reversed([*zip(places, sample.facts, strict=True)]):
+            pieces.insert(position, fact)
+        assert " ".join(pieces) == sample.input
+        assert [*places] == sorted(places)
+        # One of the bytes is the first blank, which the text leaves out.
+        assert len(tokenizer.encode(sample.input)) == size - (tokenizer is not Words)
+        assert all(sentence in PROSE for sentence in sample.background)
+    assert any(0 in x.fact_positions for x in samples)
+    assert any(len(x.background) in x.fact_positions for x in samples)
+    assert any(len({*x.fact_positions}) < len(x.fact_positions) for x in samples)
     (plain,) = hide([(7, questions[0])], [], Words, size=text_size("0k"), seed=0)
     assert (plain.index, plain.background, plain.input) == (7, (), " ".join(questions[0].facts))
 
@@ -179,11 +162,9 @@ def test_a_long_text_encodes_each_sentence_once():
 
 
 def test_a_background_without_sentences_is_refused():
-    with pytest.raises(
-        DataError,
-        match=r"no sentence of 10 .* in 50,000 draws from a background of 2 texts for 20 tokens",
-    ):
-        Background(["", "Short. Too short. Far too short."], str.split, 0).take(20)
+    take = Background(["", "Short. Too short. Far too short."], str.split, 0).take
+    words = "no sentence of 10 |in 50,000 draws from a background of 2 texts for 20 tokens"
+    refused(words, take, 20, error=DataError)
 
 
 def test_damaged_stories_are_refused(tmp_path):
@@ -193,42 +174,31 @@ def test_damaged_stories_are_refused(tmp_path):
         ("Mary got the milk.", "Mary went to the office."),
         *("Where is Mary? ", "office", ("Mary went to the office.",)),
     )
-    for old, new, message in (
+    for old, new, words in (
         ("2 Mary", "4 Mary", "line 2: '4 Mary went to the office.' is no line 2 of a bAbI story"),
-        ("\toffice\t", "\t \t", "line 3: .* is no line 3 of a bAbI story"),
-        ("\t2", "\t7", "line 3: .* is no line 3 of a bAbI story"),
+        ("\toffice\t", "\t \t", "line 3: |is no line 3 of a bAbI story"),
+        ("\t2", "\t7", "line 3: |is no line 3 of a bAbI story"),
         ("\toffice\t2", "\toffice", "line 3"),
         ("1 Mary", "Mary", "line 1"),
     ):
-        with pytest.raises(DataError, match=message):
-            list(read_questions(story.replace(old, new).splitlines()))
-    with pytest.raises(DataError, match=r"has 0 files qa1_\*test\.txt"):
-        read_folder(tmp_path / "none", "qa1")
+        damaged = story.replace(old, new).splitlines()
+        refused(words, lambda lines: [*read_questions(lines)], damaged, error=DataError)
+    refused("has 0 files qa1_*test.txt", read_folder, tmp_path / "none", "qa1", error=DataError)
     (tmp_path / "qa1_x_test.txt").write_bytes(b"1 M\xffary.\n")
-    with pytest.raises(DataError, match=r"qa1_x_test\.txt, line 1: "):
-        read_folder(tmp_path, "qa1")
+    refused("qa1_x_test.txt, line 1: ", read_folder, tmp_path, "qa1", error=DataError)
 
 
 def test_prompts_are_the_published_ones():
+    """All their texts by a digest; those of qa4 are filled in here."""
     texts = (Path(prompt.__code__.co_filename).parent / "prompts.json").read_bytes()
     assert hashlib.sha256(texts).hexdigest()[:16] == "4de7c982302c83fc"
-    assert prompt("harness", "qa4", " The {a} is. ", "What is it? ") == (
-        "I will give you context with the facts about different people, their location and "
-        "actions, hidden in some random text and a question. You need to answer the question based "
-        "only on the information from the facts.\nYour answer should contain only one word - "
-        "location. Do not write anything else after that.\n\n"
-        "The hallway is south of the kitchen. The bedroom is north of the kitchen.\n"
-        "What is the kitchen south of? bedroom\n\n"
-        "The garden is west of the bedroom. The bedroom is west of the kitchen.\n"
-        "What is west of the bedroom? garden\n\n"
-        "The {a} is.\nWhat is it?"
-    )
-    official = prompt("official", "qa4", " The {a} is. ", "What is it? ")
-    assert official.endswith(
-        "\nAnswer: garden\n</example>\n\nYour answer should contain only one word - location. Do "
-        "not write anything else after that.\n\n<context>\nThe {a} is.\n</context>\n\n"
-        "Question: What is it?"
-    )
+    templates = json.loads(texts)
+    for form in ("official", "harness"):
+        filled = prompt(form, "qa4", " The {a} is. ", "What is it? ")
+        template = templates[form]["qa4"]
+        expected = template.replace("{context}", "The {a} is.").replace("{question}", "What is it?")
+        assert filled == expected != template
+    assert filled.endswith("? garden\n\nThe {a} is.\nWhat is it?")
 
 
 @pytest.mark.parametrize(
@@ -282,8 +252,7 @@ def prose(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize("form", ["official", "harness"])
-@pytest.mark.parametrize("babi", [None, BABI])
+@pytest.mark.parametrize(("form", "babi"), [("official", None), ("harness", BABI)])
 def test_an_oracle_scores_100_and_random_labels_chance(tmp_path, prose, form, babi):
     task = BabiLong(lengths=("0k", "2k"), samples=20, background=prose, babi=babi, form=form)
     subject = _subject(tmp_path)
@@ -292,10 +261,8 @@ def test_an_oracle_scores_100_and_random_labels_chance(tmp_path, prose, form, ba
     oracle = Oracle(lambda _: f" It is {next(targets)}.")
     best = task.measure(oracle, cases, subject)
     assert {x.max_new_tokens for x in oracle.requests} == {20 if form == "official" else 16}
-    table = task.table({"mine": best})
-    assert table == [
-        {"task": name, "0k": 100.0, "2k": 100.0, "average": 100.0} for name in (*TASKS, "average")
-    ]
+    whole = {"0k": 100.0, "2k": 100.0, "average": 100.0}
+    assert task.table({"mine": best}) == [{"task": x} | whole for x in (*TASKS, "average")]
     rng = random.Random(0)
     names = itertools.cycle([case.task for case in cases])
     guess = Oracle(lambda _: f"The {rng.choice(LABELS[next(names)])}.")
@@ -312,44 +279,39 @@ def test_an_oracle_scores_100_and_random_labels_chance(tmp_path, prose, form, ba
 def test_prompts_hold_the_text_and_the_question(tmp_path, prose):
     options = ["--tasks=qa1,qa3", "--lengths=0k,2k", "--samples=5", f"--background={prose}"]
     task = parse_options(BabiLong, "task babilong", options)
-    cases = task.rows(_subject(tmp_path))
-    assert [(x.task, x.length) for x in cases[::5]] == [
-        *[("qa1", "0k"), ("qa1", "2k"), ("qa3", "0k"), ("qa3", "2k")]
-    ]
+
+    def cases_of(**changes):
+        return task.replace(**changes).rows(_subject(tmp_path))
+
+    cases = cases_of()
+    expected = [*itertools.product(("qa1", "qa3"), ("0k", "2k"))]
+    assert [(x.task, x.length) for x in cases[::5]] == expected
     for case in cases:
         text = ByteTokenizer().decode(case.prompt)
         assert text == prompt("official", case.task, case.sample.input, case.sample.question)
         assert len(case.sample.input) == 1699 or case.length == "0k"
-    again = task.rows(_subject(tmp_path))
-    assert [x.prompt.tolist() for x in cases] == [x.prompt.tolist() for x in again]
-    other = task.replace(seed=1).rows(_subject(tmp_path))
-    assert [x.prompt.tolist() for x in cases] != [x.prompt.tolist() for x in other]
-    assert cases[0].sample.facts != other[0].sample.facts
-    files = task.replace(babi=BABI, tasks=("qa1",), lengths=("2k",))
-    first, second = (files.replace(seed=seed).rows(_subject(tmp_path))[0] for seed in (1, 2))
-    assert first.sample.facts == second.sample.facts
-    assert first.sample.background != second.sample.background
+    samples = [x.sample for x in cases]
+    assert samples == [x.sample for x in cases_of()]
+    assert samples[0].facts != cases_of(seed=1)[0].sample.facts
+    files = {"babi": BABI, "tasks": ("qa1",), "lengths": ("2k",)}
+    first, second = (cases_of(seed=seed, **files)[0].sample for seed in (1, 2))
+    assert first.facts == second.facts
+    assert first.background != second.background
 
 
 def test_a_model_is_measured_and_reported(tmp_path):
     task = BabiLong(tasks=("qa4",), lengths=("0k",), samples=2, max_new_tokens=3)
-    model = randomize(Transformer, byte_model())
-    subject = _subject(tmp_path)._replace(model=model)
+    subject = _subject(tmp_path)._replace(model=randomize(Transformer, byte_model()))
     result = evaluate(task, subject, 1)
-    folder = result.write()
     on, off = result.series.values()
     assert [len(record.output) <= 3 for record in (*on, *off)] == [True] * 4
-    assert {path.name for path in folder.iterdir()} >= {"results.csv", "babilong.png"}
+    assert {path.name for path in result.write().iterdir()} >= {"results.csv", "babilong.png"}
     table = task.table(result.series)
-    assert [row["task"] for row in table] == [
-        f"mine, {way}, {name}"
-        for way in ("fast weights on", "off (eta = 0)")
-        for name in ("qa4", "average")
-    ]
-    other = task.replace(samples=3).to_dict()
-    assert task.comparable(result.options, table) != task.comparable(other, table)
-    other = task.replace(batch_size=3).to_dict()
-    assert task.comparable(result.options, table) == task.comparable(other, table)
+    variants = itertools.product(("fast weights on", "off (eta = 0)"), ("qa4", "average"))
+    assert [row["task"] for row in table] == [f"mine, {x}, {name}" for x, name in variants]
+    for changes, is_same in (({"samples": 3}, False), ({"batch_size": 3}, True)):
+        other = task.comparable(task.replace(**changes).to_dict(), table)
+        assert (task.comparable(result.options, table) == other) is is_same
 
 
 def test_the_runs_own_held_out_text_is_the_background(tmp_path, prose):
@@ -364,16 +326,12 @@ def test_the_runs_own_held_out_text_is_the_background(tmp_path, prose):
 
 def test_what_cannot_be_measured_is_refused(tmp_path, prose):
     subject = _subject(tmp_path)
-    with pytest.raises(
-        UserError, match="qa3 has 8 questions whose facts fit into 1k tokens, not 50"
-    ):
-        BabiLong(tasks=("qa3",), lengths=("1k",), samples=50, background=prose, babi=BABI).rows(
-            subject
-        )
-    with pytest.raises(UserError, match="has no tokenizer: babilong needs a run on text"):
-        BabiLong().rows(subject._replace(tokenizer=None))
-    with pytest.raises(DataError, match=r"none\.txt"):
-        BabiLong(background=str(tmp_path / "none.txt")).rows(subject)
+    few = BabiLong(tasks=("qa3",), lengths=("1k",), samples=50, background=prose, babi=BABI)
+    refused("qa3 has 8 questions whose facts fit into 1k tokens, not 50", few.rows, subject)
+    none = subject._replace(tokenizer=None)
+    refused("has no tokenizer: babilong needs a run on text", BabiLong().rows, none)
+    absent = BabiLong(background=str(tmp_path / "none.txt"))
+    refused("none.txt", absent.rows, subject, error=DataError)
     for wrong in ("--tasks=qa6", "--lengths=3k", "--tasks=qa1,qa1", "--samples=0", "--form=mine"):
-        with pytest.raises(UserError, match=wrong[2:].partition("=")[0]):
-            parse_options(BabiLong, "task babilong", [wrong])
+        option = wrong[2:].partition("=")[0]
+        refused(option, parse_options, BabiLong, "task babilong", [wrong])

@@ -1,4 +1,5 @@
-"""Losses by context, position and recurrence equal plain computations from the model's logits."""
+"""Losses by context, position and recurrence equal plain computations from the model's logits;
+perplexity by position and recall by distance those by hand."""
 
 import dataclasses
 import math
@@ -8,28 +9,24 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import randomize
+from checks import randomize, refused
+from corpora import text_folder
 from flax import nnx
 from small_models import config_of
 
 from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.sources import TextConfig
-from ttcd_jax.data.tokenizer import (
-    ByteTokenizer,
-    JsonTokenizer,
-    TokenizerConfig,
-    train_tokenizer,
-)
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, TokenizerConfig, train_tokenizer
+from ttcd_jax.errors import DataError
 from ttcd_jax.measure import by_document
 from ttcd_jax.measure.results import evaluate, merged
 from ttcd_jax.measure.scorer import Scores
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
-from ttcd_jax.tasks.final_block import FinalBlock
-from ttcd_jax.tasks.position import Position
-from ttcd_jax.tasks.recurrence import Recurrence, distances
+from ttcd_jax.tasks.documents import FinalBlock, Position, Recurrence, distances
+from ttcd_jax.tasks.perplexity import bucket_edges, by_position
+from ttcd_jax.tasks.recall import attention_reach, by_distance
 
 LENGTHS = (40, 7, 55, 33, 36, 90, 34)
 RNG = np.random.default_rng(0)
@@ -73,29 +70,23 @@ def _exact(task, result):
         return task.table(result.series)
 
 
-def _nll(records, **place):
-    rows = [x for x in records if all(getattr(x, name) == value for name, value in place.items())]
-    return {x.document: (x.tokens, x.nll) for x in rows}
-
-
 def test_the_final_block_is_read_after_every_context_anew(subject, folder):
     options = {"contexts": (24, 3, 8, 3), "final_block": 6, "seq_len": 34, "token_budget": 150}
     task = FinalBlock(text=folder, batch_size=2, **options)
     result = evaluate(task, subject, 7)
     chosen = [text[-34:] for text in TEXTS if len(text) >= 30][:5]  # 34 + 34 + 33 + 34 + 34 > 150
+    table = _exact(task, result)
+    assert [row["context"] for row in table] == [3, 8, 24]
     for label, model in subject.variants().items():
-        records, table = result.series[label], _exact(task, result)
-        assert [row["context"] for row in table] == [3, 8, 24]
         for row in table:
             context = row["context"]
             losses = [_losses(model, text[-context - 6 :])[-6:] for text in chosen]
             assert {len(x) for x in losses} == {6}
-            found = _nll(records, context=context)
-            assert [*found] == [0, 1, 2, 3, 4]
-            for number, expected in enumerate(losses):
-                assert found[number] == (6, pytest.approx(expected.sum(), rel=1e-5))
+            found = [x[1:] for x in result.series[label] if x.context == context]
+            expected = [pytest.approx(x.sum(), rel=1e-5) for x in losses]
+            assert found == [(i, 6, nll) for i, nll in enumerate(expected)]
             assert row[label] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
-        cells = [re.findall(r"[\d.]+", row[label]) for row in task.table(result.series)]
+        cells = [re.findall(r"[\d.]+", row[label]) for row in result.table]
         assert [mean for mean, _, _ in cells] == [f"{row[label]:.3f}" for row in table]
         for mean, low, high in ([*map(float, ends)] for ends in cells):
             assert 1 < low < mean < high  # symmetric in nats
@@ -103,74 +94,64 @@ def test_the_final_block_is_read_after_every_context_anew(subject, folder):
     stats = result.facts["document_stats"]
     assert (stats["num_files"], stats["sampled_docs"], stats["eligible_docs"]) == (7, 6, 5)
     assert (stats["selected_total_tokens"], stats["min_doc_tokens"]) == (169, 30)
-    gain = "mine, on - off (nats)"
     expected = [math.log(row[ON] / row[OFF]) for row in table]
-    assert [row[gain] for row in table] == pytest.approx(expected, rel=1e-4, abs=1e-9)
+    gains = [row["mine, on - off (nats)"] for row in table]
+    assert gains == pytest.approx(expected, rel=1e-4, abs=1e-9)
     assert any(expected)
 
 
 def test_contexts_that_no_document_has_are_empty(subject, folder):
     options = {"contexts": (60, 80, 100), "final_block": 8, "seq_len": 120, "min_doc_tokens": 50}
     task = FinalBlock(text=folder, **options)
-    result = evaluate(task, subject, 7)
-    records = result.series[ON]
-    assert [(x.context, x.document, x.tokens) for x in records] == [
-        *((60, 1, 8), (80, 1, 8), (100, None, 0))
-    ]
-    last = task.table(result.series)[-1]
-    assert last == {"context": 100} | {name: None for name in last if name != "context"}
+    records = task.measure(_Zeros(), task.rows(subject), subject)
+    found = [(x.context, x.document, x.tokens) for x in records]
+    assert found == [(60, 1, 8), (80, 1, 8), (100, None, 0)]
+    last = task.table({"mine": records, "its": records})[-1]
+    assert last == {"context": 100, "mine": None, "its": None}
 
 
 def test_a_manifest_repeats_an_evaluation(subject, folder, tmp_path):
     options = {"contexts": (4, 8), "final_block": 4, "seq_len": 16}
-    task = FinalBlock(text=folder, **options)
+    task, path = FinalBlock(text=folder, **options), tmp_path / "documents.npz"
     first = evaluate(task, subject, 7)
-    path = tmp_path / "documents.npz"
-    path.write_bytes(task.files(task.rows(subject))["documents.npz"])
+    path.write_bytes((first.path / "documents.npz").read_bytes())
     again = FinalBlock(manifest=str(path), **options | {"seq_len": 99})  # chooses no documents
     second = evaluate(again, subject, 7)
     assert first.series == second.series
-    other = evaluate(FinalBlock(text=folder, **options | {"token_budget": 40}), subject, 7)
-    second = dataclasses.replace(
-        second, series={f"other{label}": x for label, x in second.series.items()}
-    )
-    both = merged([first, second]).series
+    series = {f"other{label}": x for label, x in second.series.items()}
+    both = merged([first, dataclasses.replace(second, series=series)]).series
     assert [*both] == [ON, OFF, f"other{ON}", f"other{OFF}"]
     assert len(task.table(both)[0]) == 1 + 2 * 3
     pictures = task.pictures(tmp_path, both, None)
     assert [(tmp_path / x.path).read_bytes()[:4] for x in pictures] == [b"\x89PNG"] * 2
-    shorter = dataclasses.replace(first, options=first.options | {"contexts": (4,)})
-    for theirs, why in ((other, "not measured on the same text"), (shorter, "buckets")):
-        with pytest.raises(UserError, match=why):
-            merged([first, theirs])
+    fewer = task.replace(token_budget=40)
+    assert fewer.measured_on(fewer.rows(subject), subject) != first.measured_on
+    for changes, words in (
+        ({"measured_on": {"": "x"}}, "not measured on the same text"),
+        ({"options": first.options | {"contexts": (4,)}}, "buckets"),
+    ):
+        refused(words, merged, [first, dataclasses.replace(first, **changes)])
     small = subject._replace(model=_model("full"))
-    with pytest.raises(DataError, match="outside the vocabulary of 11 tokens"):
-        again.rows(small)
-    with pytest.raises(UserError, match="both name documents: give one"):
-        FinalBlock(manifest=str(path), text=folder)
+    refused("outside the vocabulary of 11 tokens", again.rows, small, error=DataError)
+    refused("both name documents: give one", FinalBlock, manifest=str(path), text=folder)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("task", "options", "words"),
     [
-        ({"contexts": ()}, "contexts .* none"),
-        ({"contexts": (0,)}, "contexts .* must each be at least 1"),
-        ({"seq_len": 31743}, "contexts up to 30720 and final_block 1024 .* need 31744 tokens"),
-        ({"min_doc_tokens": 40_000}, "need 40000 tokens, and seq_len 32768"),
+        (FinalBlock, {"contexts": ()}, "contexts | none"),
+        (FinalBlock, {"contexts": (0,)}, "contexts | must each be at least 1"),
+        (FinalBlock, {"seq_len": 31743}, "contexts up to 30720 and final_block 1024 |need 31744"),
+        (FinalBlock, {"min_doc_tokens": 40_000}, "need 40000 tokens, and seq_len 32768"),
+        (FinalBlock, {}, "none of 7 documents has 31744 tokens (longest: 90)"),
+        (Position, {"seq_len": 91}, "none of 7 documents has 91 tokens (longest: 90)"),
+        (Position, {}, "seq_len None is not 2 or more"),
+        (Position, {"offset": 1, "offset_max": 2}, "offset 1 is fixed and offset_max 2 bounds"),
     ],
 )
-def test_contexts_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        FinalBlock(**options)
-
-
-def test_texts_that_are_too_short_are_refused(subject, folder):
-    with pytest.raises(DataError, match=r"none of 7 documents has 31744 tokens \(longest: 90\)"):
-        FinalBlock(text=folder).rows(subject)
-    with pytest.raises(DataError, match=r"none of 7 documents has 91 tokens \(longest: 90\)"):
-        Position(text=folder, seq_len=91).rows(subject)
-    with pytest.raises(UserError, match="seq_len None is not 2 or more"):
-        Position(text=folder).rows(subject._replace(data={"type": "none"}))
+def test_what_does_not_fit_is_refused(task, options, words, subject, folder):
+    none = subject._replace(data={"type": "none"})
+    refused(words, lambda: task(text=folder, **options).rows(none))
 
 
 def test_loss_by_position(subject, folder):
@@ -190,17 +171,15 @@ def test_loss_by_position(subject, folder):
         np.testing.assert_allclose([row[label] for row in table], expected, rtol=1e-5)
         starts = sorted({x.start for x in records if x.document is not None})
         assert starts == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16, 19, 23, 27, 32]
-        fine = _nll(records, start=27)[1]
-        assert fine == (5, pytest.approx(losses[1, 26:31].sum(), rel=1e-5))
+        (fine,) = (x for x in records if (x.start, x.document) == (27, 1))
+        assert fine[4:] == (5, pytest.approx(losses[1, 26:31].sum(), rel=1e-5))
     assert result.facts["document_stats"]["min_doc_tokens"] == 35
 
 
 def test_the_default_text_is_held_out_by_the_run(subject, tmp_path):
     lines = [f"Line {i} of a text, and another.\n" * 9 for i in range(8)]
-    for split, texts in (("train", lines[4:]), ("validation", lines[:4])):
-        (tmp_path / split).mkdir()
-        for number, text in enumerate(texts):
-            (tmp_path / split / f"{number}.txt").write_text(text)
+    text_folder(tmp_path / "train", lines[4:])
+    text_folder(tmp_path / "validation", lines[:4])
     path = tmp_path / "tokenizer.json"
     path.write_text(train_tokenizer([x.encode() for x in lines], 300))
     tokenizer = JsonTokenizer(str(path))
@@ -216,10 +195,8 @@ def test_the_default_text_is_held_out_by_the_run(subject, tmp_path):
     assert all(map(np.array_equal, rows.documents, expected))
     assert tokenizer.bos_id not in np.concatenate(rows.documents)
     block = FinalBlock(contexts=(4, 8), final_block=4, seq_len=12)
-    result = evaluate(block, subject, 1)
     ends = [tokenizer.encode(text)[-12:] for text in lines[:4]]
     assert all(map(np.array_equal, block.rows(subject).documents, ends))
-    assert [row["context"] for row in result.table] == [4, 8]
 
 
 def test_offsets_are_drawn_by_the_seed(subject, folder):
@@ -233,8 +210,6 @@ def test_offsets_are_drawn_by_the_seed(subject, folder):
     assert all(map(np.array_equal, rows, again))
     other = task.replace(seed=1).rows(subject).documents
     assert not all(map(np.array_equal, rows, other))
-    with pytest.raises(UserError, match="offset 1 is fixed and offset_max 2 bounds drawn ones"):
-        Position(offset=1, offset_max=2)
 
 
 def _plain_distances(ids, size):
@@ -302,3 +277,48 @@ class _Zeros:
 
 def _model(method, **changes):
     return randomize(Transformer, config_of(method, precision=Precision(), **changes))
+
+
+def test_buckets_double_and_end_at_the_length():
+    assert bucket_edges(100) == [0, 32, 64, 100]
+    assert bucket_edges(64) == [0, 32, 64]
+    assert bucket_edges(20) == [0, 20]
+
+
+def test_perplexity_by_position_counts_marked_targets_and_their_bytes():
+    length = 64
+    losses = np.full((2, length), math.log(2))
+    losses[:, 32:] = math.log(8)
+    targets = np.full((2, length), 65)
+    targets[0, 0] = ByteTokenizer().eos_id  # a target without bytes
+    mask = np.ones((2, length), bool)
+    mask[1, 32:] = False
+    rows = {"tokens": targets, "targets": targets, "loss_mask": mask}
+    first, second, whole = by_position(Scores(losses, losses > 0), rows, ByteTokenizer())
+    assert (first.context, first.tokens) == ("0-31", 64)
+    assert first.perplexity == pytest.approx(2)
+    assert first.bits_per_byte == pytest.approx(64 / 63)
+    assert (second.context, second.tokens) == ("32-63", 32)
+    assert second.perplexity == pytest.approx(8)
+    assert second.bits_per_byte == pytest.approx(3)
+    assert (whole.context, whole.tokens) == ("all", 96)
+    short = {name: field[:, :20] for name, field in rows.items()}
+    (only,) = by_position(Scores(losses[:, :20], losses[:, :20] > 0), short, ByteTokenizer())
+    assert (only.context, only.tokens) == ("all", 40)
+
+
+def test_recall_by_distance_splits_at_the_reach_of_attention():
+    distance = np.zeros((1, 200), np.int32)
+    distance[0, :6] = [1, 10, 11, 50, 90, 100]
+    rows = {"distance": distance, "loss_mask": distance > 0}
+    is_hit = np.zeros((1, 200), bool)
+    is_hit[0, [0, 1, 3]] = True
+    records = by_distance(Scores(np.zeros((1, 200)), is_hit), rows, reach=10)
+    assert (records[0].distance, records[0].accuracy, records[0].queries) == ("1-10", 1, 2)
+    assert (records[-1].distance, records[-1].accuracy) == ("beyond 10", 0.25)
+    assert sum(r.queries for r in records[1:-1]) == records[-1].queries == 4
+
+
+def test_reach_of_stacked_windows():
+    assert attention_reach(config_of("swa", num_layers=3, window=16)) == 45
+    assert attention_reach(config_of("full")) is None

@@ -1,4 +1,5 @@
-"""The distance to the teacher as an evaluation: rows, buckets, layers, several runs."""
+"""The distance to the teacher as an evaluation: rows, buckets, layers, several runs; the effective
+rank of keys."""
 
 import dataclasses
 
@@ -6,19 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, randomize
+from checks import assert_close, draw, randomize, refused
 from small_models import byte_model, config_of
 
+from experiments.studies.mad.models import mad_config
+from experiments.studies.mad.tasks import BASELINES
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
-from ttcd_jax.errors import UserError
 from ttcd_jax.measure.results import evaluate, merged
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.memory.distillation import summary
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
-from ttcd_jax.tasks.distillation import StudentTeacher, distances, key_ranks
+from ttcd_jax.tasks.distillation import StudentTeacher, distances, effective_rank, key_ranks
 
 MODEL = byte_model(num_layers=2, fast_layers=(1,))
 
@@ -93,8 +95,7 @@ def test_runs_of_other_layers_share_table_and_pictures(result, text, tmp_path):
     folder = other.write()
     assert (folder / "distillation_1.png").stat().st_size > 1000
     elsewhere = dataclasses.replace(other, measured_on={"": "another"})
-    with pytest.raises(UserError, match="not measured on the same text"):
-        merged([result, elsewhere])
+    refused("not measured on the same text", merged, [result, elsewhere])
 
 
 def test_runs_on_recall_data_are_measured_on_such_rows(tmp_path):
@@ -104,8 +105,7 @@ def test_runs_on_recall_data_are_measured_on_such_rows(tmp_path):
     assert rows["tokens"].shape == (3, data.seq_len)
     records = StudentTeacher(max_rows=3).series(subject, rows)["a run"]
     assert records[0].tokens == 3 * data.seq_len
-    with pytest.raises(UserError, match="--seq_len has no effect: "):
-        StudentTeacher(seq_len=64).rows(subject)
+    refused("--seq_len has no effect: ", StudentTeacher(seq_len=64).rows, subject)
 
 
 def test_a_teacher_of_zero_has_no_gap_to_report(tmp_path, text):
@@ -120,5 +120,41 @@ def test_a_teacher_of_zero_has_no_gap_to_report(tmp_path, text):
 
 @pytest.mark.parametrize("method", ["swa", "ipttt"])
 def test_a_method_without_a_teacher_is_refused(method, text, tmp_path):
-    with pytest.raises(UserError, match=f"method '{method}' has no student and teacher to compare"):
-        StudentTeacher(text=text).rows(_subject(tmp_path, config_of(method, precision=Precision())))
+    subject = _subject(tmp_path, config_of(method, precision=Precision()))
+    words = f"method '{method}' has no student and teacher to compare"
+    refused(words, StudentTeacher(text=text).rows, subject)
+
+
+def test_effective_rank_of_known_matrices():
+    (x,) = draw(0, (50, 6))
+    orthogonal, _ = np.linalg.qr(x)
+    assert effective_rank(jnp.asarray(orthogonal)) == pytest.approx(6, rel=1e-3)
+    assert effective_rank(jnp.ones((9, 4))) == pytest.approx(1, rel=1e-3)
+    assert effective_rank(jnp.zeros((9, 4))) == 1
+    sizes = np.array([4.0, 2.0, 1.0, 1.0])
+    shares = sizes / sizes.sum()
+    expected = np.exp(-(shares * np.log(shares)).sum())
+    assert effective_rank(jnp.diag(jnp.asarray(sizes))) == pytest.approx(expected, rel=1e-4)
+
+
+def _small(method):
+    config = mad_config(method, BASELINES["in-context-recall"], window=4, dim=16, mlp_dim=12)
+    return randomize(Transformer, config)
+
+
+@pytest.mark.parametrize("method", ["ipttcd", "ipttt"])
+def test_keys_are_those_of_each_layer(method):
+    model = _small(method)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 8, (3, 11)), jnp.int32)
+    ranks_of = jax.jit(lambda tokens: key_ranks(model, tokens))
+    ranks = np.asarray(ranks_of(tokens))
+    assert ranks.shape == (2,)
+    assert ((ranks > 1) & (ranks <= 12)).all()
+    # Equal tokens differ by their neighbours alone.
+    same = np.asarray(ranks_of(jnp.zeros_like(tokens)))
+    assert (same < ranks).all()
+
+
+def test_a_model_without_an_in_place_memory_has_none():
+    model = _small("lact")
+    assert jax.eval_shape(lambda x: key_ranks(model, x), jnp.zeros((1, 4), jnp.int32)) is None

@@ -1,9 +1,9 @@
 """Checkpoints: exact round trips, and damage that is noticed, named and survived."""
 
 import contextlib
+import functools
 import itertools
 import os
-import resource
 import shutil
 from logging import Handler, getLogger
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from absl import logging
-from checks import assert_same, refused
+from checks import assert_same, files_of_at_most, refused
 from damage import flip_bit
 
 from ttcd_jax.errors import CheckpointError, ResourceError
@@ -47,13 +47,22 @@ def _opened(directory, **options):
     return contextlib.closing(Checkpoints(directory, **options))
 
 
+def _save(checkpoints, *steps):
+    for step in steps:
+        checkpoints.save(step, _state(step))
+    checkpoints.wait()
+
+
 def _restored(directory, step=None, abstract=ABSTRACT, **options):
     with _opened(directory, **options) as checkpoints:
         return checkpoints.restore(abstract, step)
 
 
-def _refused(words, *args, **options):
-    return refused(words, *args, error=CheckpointError, **options)
+def _names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+_refused = functools.partial(refused, error=CheckpointError)
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +70,7 @@ def pristine(tmp_path_factory):
     """A run directory with the sealed steps 1, 2 and 3; copied, never changed."""
     directory = tmp_path_factory.mktemp("pristine") / "checkpoints"
     with _opened(directory) as checkpoints:
-        for step in (1, 2, 3):
-            checkpoints.save(step, _state(step))
+        _save(checkpoints, 1, 2, 3)
     return directory
 
 
@@ -94,22 +102,15 @@ def _empty(file):
     file.write_bytes(b"")
 
 
-def _delete(file):
-    file.unlink()
-
-
-DAMAGES = (_flip, _truncate, _empty, _delete)
-
-
-def _largest(step_dir, item):
-    files = (step_dir / item / "ocdbt.process_0" / "d").iterdir()
-    return max(files, key=lambda file: file.stat().st_size)
+DAMAGES = (_flip, _truncate, _empty, os.remove)
 
 
 def _named(saved, path):
     """The file or folder of "3/params/_METADATA"; of "3/params" the largest file."""
-    step, _, item = path.partition("/")
-    return _largest(saved / step, item) if item in ("params", "train") else saved / path
+    if path.partition("/")[2] not in ("params", "train"):
+        return saved / path
+    files = (saved / path / "ocdbt.process_0" / "d").iterdir()
+    return max(files, key=lambda file: file.stat().st_size)
 
 
 def test_round_trip_is_exact_and_restored_where_asked(saved, warnings):
@@ -124,21 +125,16 @@ def test_round_trip_is_exact_and_restored_where_asked(saved, warnings):
     assert warnings == []
 
 
-def test_steps_go_on_after_a_restart_and_the_newest_are_kept(saved):
+def test_steps_go_on_after_a_restart_also_when_the_job_is_stopped_and_the_newest_are_kept(
+    saved, monkeypatch
+):
+    monkeypatch.setattr(ocp.CheckpointManager, "reached_preemption", lambda self, step: True)
     shutil.copytree(saved / "3", saved / "9.orbax-checkpoint-tmp")
     with _opened(saved, kept=Kept(2)) as checkpoints:
-        checkpoints.save(4, _state(4))
-        checkpoints.wait()
+        _save(checkpoints, 4)
         assert checkpoints.steps() == [3, 4]
         _assert_equal(checkpoints.restore(ABSTRACT)[1], _state(4))
-    assert sorted(path.name for path in saved.iterdir()) == ["3", "4"]
-    assert digest.verify(saved / "4") == []
-
-
-def test_a_step_after_a_restart_is_saved_when_the_job_is_stopped(saved, monkeypatch):
-    monkeypatch.setattr(ocp.CheckpointManager, "reached_preemption", lambda self, step: True)
-    with _opened(saved) as checkpoints:
-        checkpoints.save(4, _state(4))
+    assert _names(saved) == ["3", "4"]
     assert digest.verify(saved / "4") == []
 
 
@@ -153,7 +149,7 @@ def test_donated_arrays_are_saved_as_they_were(tmp_path):
                 state = advance(state)
         for step in range(3):
             restored = checkpoints.restore(abstract, step)[1]["params"]["w"]
-            np.testing.assert_array_equal(np.asarray(restored), 5.0 * step)
+            assert np.unique(np.asarray(restored)).tolist() == [5.0 * step]
 
 
 def test_params_alone_do_not_touch_the_optimizer(saved):
@@ -174,14 +170,9 @@ def test_every_damage_to_every_file_is_noticed_and_named(pristine, tmp_path):
         if name.name != digest.DIGEST:
             assert problems[0].startswith(f"{name}: "), problems
         shutil.rmtree(step_dir)
-
-
-def test_added_files_and_nonsense_digests_are_noticed(saved):
-    (saved / "2" / "params" / "extra").write_text("x")
-    assert digest.verify(saved / "2") == ["params/extra: added"]
-    for content in ("[]", '{"a": 3}', '{"a": [null, null]}', '{"a": [1]}', "\xff"):
-        (saved / "3" / digest.DIGEST).write_text(content, encoding="latin-1")
-        assert digest.verify(saved / "3")[0].startswith("DIGEST.json: ")
+    step_dir = shutil.copytree(pristine / "2", tmp_path / "2")
+    (step_dir / "params" / "extra").write_text("x")
+    assert digest.verify(step_dir) == ["params/extra: added"]
 
 
 @pytest.mark.parametrize("item", ["params", "train", "params/_METADATA", "train/_METADATA"])
@@ -195,21 +186,13 @@ def test_damaged_newest_step_falls_back(saved, warnings, damage, item):
         (line,) = warnings
         assert f"step 3 ({file.relative_to(saved / '3')}: " in line
         assert "using step 2" in line
-        checkpoints.save(3, _state(3))
-        checkpoints.wait()
+        _save(checkpoints, 3)
         assert checkpoints.steps() == [1, 2, 3]
         assert checkpoints.restore(ABSTRACT)[0] == 3
     assert (saved / "3.refused").is_dir()
 
 
-def test_refused_steps_stay_until_the_next_refusal(saved):
-    for step in (3, 2):
-        _flip(_named(saved, f"{step}/params"))
-        assert _restored(saved)[0] == step - 1
-        assert [path.name for path in saved.glob("*.refused")] == [f"{step}.refused"]
-
-
-def test_read_only_falls_back_and_touches_nothing(saved, warnings):
+def test_refused_steps_stay_until_the_next_refusal_and_a_reader_touches_nothing(saved, warnings):
     _flip(_named(saved, "3/params"))
     before = sorted(saved.rglob("*"))
     with _opened(saved, is_read_only=True) as checkpoints:
@@ -217,6 +200,11 @@ def test_read_only_falls_back_and_touches_nothing(saved, warnings):
         _refused("step 9 was not saved: |opened read-only", checkpoints.save, 9, _state(9))
     assert sorted(saved.rglob("*")) == before
     assert len(warnings) == 1
+    for step in (3, 2):
+        assert _restored(saved)[0] == step - 1
+        assert [path.name for path in saved.glob("*.refused")] == [f"{step}.refused"]
+        if step == 3:
+            _flip(_named(saved, "2/params"))
 
 
 SEAL = digest.DIGEST
@@ -235,7 +223,7 @@ SEAL = digest.DIGEST
 def test_killed_before_the_seal(saved, warnings, removed, step, found, words):
     """The sealed step before goes on, or the only one, unchecked."""
     for path in removed:
-        (shutil.rmtree if (saved / path).is_dir() else _delete)(saved / path)
+        (shutil.rmtree if (saved / path).is_dir() else os.remove)(saved / path)
     restored = _restored(saved, step)
     assert restored[0] == found
     _assert_equal(restored[1], _state(found))
@@ -248,15 +236,11 @@ ALL = "|".join(f"step {step} (params/_METADATA: " for step in (1, 2, 3))
 @pytest.mark.parametrize(
     ("damages", "step", "words"),
     [
-        (
-            {"3/params": _flip, "2/train/_METADATA": _delete},
-            3,
-            "3 is damaged: |changed|step=1",
-        ),
+        ({"3/params": _flip, "2/train/_METADATA": os.remove}, 3, "3 is damaged: |changed|step=1"),
         (dict.fromkeys([f"{i}/params/_METADATA" for i in (1, 2, 3)], _truncate), None, ALL),
         ({"1/params/_METADATA": _truncate}, 1, "step 1 is damaged: |no intact step precedes"),
         *(
-            ({f"3/{name}": damage, "3/" + SEAL: _delete}, 3, "cannot be read: |; pass step=2")
+            ({f"3/{name}": damage, "3/" + SEAL: os.remove}, 3, "cannot be read: |; pass step=2")
             for name in ("params/_METADATA", "params/_sharding", "train/_sharding")
             for damage in (_flip, _truncate, _empty)
         ),
@@ -269,14 +253,14 @@ def test_damage_is_refused_with_the_file_and_the_last_intact_step(saved, damages
         names.append(f"{file.relative_to(saved / path[0])}")
     message = _refused(words, _restored, saved, step)
     assert digest.DIGEST in names or names[0] in message
-    assert sorted(path.name for path in saved.iterdir()) == ["1", "2", "3"]
+    assert _names(saved) == ["1", "2", "3"]
 
 
 def test_an_unsealed_step_that_cannot_be_read_gives_way_to_the_one_before(
     saved, warnings, monkeypatch
 ):
     for step in ("1", "2", "3"):
-        _delete(saved / step / digest.DIGEST)
+        os.remove(saved / step / digest.DIGEST)
     restore = ocp.CheckpointManager.restore
 
     def raised(self, step, **options):
@@ -318,7 +302,7 @@ def test_another_model_is_described(saved):
         "1 saved with another dtype: params/blocks/0/norm float32 not bfloat16; ",
     )
     _refused("|".join(parts), _restored, saved, abstract=ABSTRACT | {"params": params})
-    assert sorted(path.name for path in saved.iterdir()) == ["1", "2", "3"]
+    assert _names(saved) == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize("step", [3, 2])
@@ -330,16 +314,6 @@ def test_a_step_is_saved_once(saved, step):
 
 
 FULL = "step 4 was not saved|last good step: 3"
-
-
-@contextlib.contextmanager
-def _files_of_at_most(size):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(("inodes", "words"), [(9, ""), (0, " and no inode")])
@@ -356,23 +330,17 @@ def test_full_disk_is_foreseen(saved, monkeypatch, inodes, words):
 def test_background_failure_surfaces_at_the_next_call(saved, capfd):
     noise = {"params": {"w": jax.random.normal(jax.random.key(0), (500_000,))}}
     with _opened(saved, kept=Kept(3)) as checkpoints:
-        with _files_of_at_most(200_000):
+        with files_of_at_most(200_000):
             checkpoints.save(4, noise)
             words = FULL + "|File too large (it needs about 1.91 MiB, "
             refused(words, checkpoints.save, 5, noise, error=ResourceError)
         checkpoints.save(6, noise)
         checkpoints.wait()
         assert checkpoints.steps() == [2, 3, 6]
+        with files_of_at_most(100):  # of any file
+            checkpoints.save(7, noise)
+            refused("step 7 was not saved", checkpoints.wait, error=ResourceError)
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_disk_too_full_for_any_file_is_one_error(saved):
-    def save():
-        with _opened(saved) as checkpoints, _files_of_at_most(100):
-            checkpoints.save(4, {"params": {"w": jnp.asarray(np.ones(1000))}})
-            checkpoints.wait()
-
-    refused(FULL, save, error=ResourceError)
 
 
 def test_missing_and_wrong_places_are_named(tmp_path, saved):
@@ -390,8 +358,7 @@ def test_a_step_that_its_run_deletes_while_it_is_read_is_looked_for_again(saved,
 
     def overtaken(step_dir):
         if (step := next(steps)) < last:
-            writer.save(step, _state(step))
-            writer.wait()
+            _save(writer, step)
         return verify(step_dir)
 
     monkeypatch.setattr(digest, "verify", overtaken)
@@ -415,9 +382,6 @@ def test_a_step_whose_deletion_has_begun_is_left_for_another(saved, monkeypatch)
 
     monkeypatch.setattr(digest, "verify", begun)
     assert _restored(saved, is_read_only=True)[0] == 2
-
-
-def test_directory_removed_while_training(saved):
     with _opened(saved) as checkpoints:
         shutil.rmtree(saved)
         saved.write_text("a file in its place")
@@ -430,8 +394,7 @@ def test_relative_directory_and_silence(tmp_path, monkeypatch, warnings, capfd):
     logging.set_verbosity(logging.INFO)
     try:
         with _opened("run") as checkpoints:
-            checkpoints.save(1, _state(1))
-            checkpoints.wait()
+            _save(checkpoints, 1)
         _assert_equal(_restored("run", is_read_only=True)[1], _state(1))
     finally:
         logging.set_verbosity(verbosity)

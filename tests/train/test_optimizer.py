@@ -1,12 +1,8 @@
-"""Learning rates, AdamW and Muon against the published steps; collectives of a sharded stack.
+"""Learning rates, AdamW and Muon, beyond what the stored steps of the reference prove
+(tests/parity); collectives of a sharded stack."""
 
-As a program, the file prints the measurements of the last test on eight fake devices.
-"""
-
-import json
 import math
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,78 +10,42 @@ import numpy as np
 import optax
 import pytest
 from checks import assert_close, distance, draw
-from devices import printed
+from devices import elsewhere
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from small_models import config_of
 
-from tests.parity.checks import schedule_of
-from tests.parity.golden import Golden
+from ttcd_jax import OptimizerConfig, Precision
 from ttcd_jax.memory.newton_schulz import NEWTON_SCHULZ
-from ttcd_jax.precision import Precision
+from ttcd_jax.train import optimizer as optimizers
 from ttcd_jax.train.layers_on_disk import by_name
 from ttcd_jax.train.muon import group_of, orthogonalized, parameter_groups
-from ttcd_jax.train.optimizer import (
-    MuonSettings,
-    OptimizerConfig,
-    ScheduleConfig,
-    build_optimizer,
-    global_norm,
-    learning_rate,
-)
+from ttcd_jax.train.optimizer import MuonSettings, ScheduleConfig, build_optimizer
 from ttcd_jax.train.state import init_params, logical_axes, state_of
 
-GOLDEN = Golden(Path(__file__).parents[1] / "golden" / "lr_schedules.npz")
 
-
-@pytest.mark.parametrize("name", sorted(GOLDEN.config))
-def test_published_rates(name):
-    expected, config = GOLDEN.arrays[f"out.{name}"], schedule_of(GOLDEN.config[name])
-    steps = jnp.arange(len(expected), dtype=jnp.int32)
-    with jax.enable_x64(True):
-        rate = learning_rate(config)
-        one_by_one = np.array([rate(step) for step in range(len(expected))])
-        traced = jax.jit(jax.vmap(rate))(steps)
-    np.testing.assert_allclose(one_by_one, expected, rtol=1e-12, atol=0)
-    np.testing.assert_allclose(traced, expected, rtol=1e-12, atol=0)
-    narrow = jax.vmap(rate)(steps)
-    assert narrow.dtype == jnp.float32
-    np.testing.assert_allclose(narrow, expected, rtol=0, atol=1e-6 * expected.max())
-
-
-def test_floor_holds_after_the_last_step():
-    rate = learning_rate(ScheduleConfig(peak=1.0, steps=10, warmup=2, floor_ratio=0.25))
+def test_a_schedule_starts_at_step_zero_and_its_floor_holds_after_the_last():
+    rate = optimizers.learning_rate(ScheduleConfig(peak=1.0, steps=10, warmup=2, floor_ratio=0.25))
     assert float(rate(9)) > 0.25
     assert float(rate(10)) == float(rate(1000)) == 0.25
-
-
-def test_config_schedule_starts_at_step_zero():
+    assert jax.vmap(rate)(jnp.arange(3)).dtype == jnp.float32
     schedule = ScheduleConfig(peak=0.1, steps=10, warmup=4)
     config = OptimizerConfig(weight_decay=0.5, clip_norm=None, schedule=schedule)
-    optimizer = build_optimizer(config, learning_rate(config.schedule), axes={})
+    optimizer = build_optimizer(config, optimizers.learning_rate(schedule), axes={})
     params = {"norm": jnp.ones(3), "w": jnp.ones((2, 2))}
-    grads = jax.tree.map(jnp.zeros_like, params)
     state = optimizer.init(params)
     for step in range(3):
-        updates, state = optimizer.update(grads, state, params)
-        expected = -0.5 * float(learning_rate(schedule)(step))
+        updates, state = optimizer.update(jax.tree.map(jnp.zeros_like, params), state, params)
+        expected = -0.5 * float(optimizers.learning_rate(schedule)(step))
         for update in jax.tree.leaves(updates):
             np.testing.assert_allclose(update, expected, rtol=1e-6)
 
 
 def test_global_norm_of_bfloat16_is_summed_wide():
-    norm = global_norm({"a": jnp.ones(1000, jnp.bfloat16), "b": jnp.ones(1, jnp.bfloat16)})
+    norm = optimizers.global_norm(
+        {"a": jnp.ones(1000, jnp.bfloat16), "b": jnp.ones(1, jnp.bfloat16)}
+    )
     assert norm.dtype == jnp.float32
     np.testing.assert_allclose(norm, np.sqrt(1001), rtol=1e-6)
-
-
-# A tensor of every kind.
-AXES = {
-    "embedding": ("vocab", "embed"),
-    "norm": ("embed",),
-    "query": ("embed", "heads"),
-    "down": ("mlp", "embed"),
-    "conv": ("taps", "mlp"),
-}
 
 
 def _config(**changes) -> OptimizerConfig:
@@ -95,29 +55,19 @@ def _config(**changes) -> OptimizerConfig:
 
 MATRICES = [f"mixer/{name}" for name in ("query", "key", "value", "out")]
 MATRICES += [f"mlp/{name}" for name in ("gate", "up", "down")]
+MEMORY = ["mlp/proj", "mlp/teacher_conv", "mlp/student_conv"]
 VECTORS = ["mixer/query_norm", "mixer/key_norm", "mixer_norm", "mlp_norm"]
-BLOCK = dict.fromkeys(MATRICES, "muon") | dict.fromkeys(VECTORS, "adamw")
-MEMORY = dict.fromkeys(["mlp/proj", "mlp/teacher_conv", "mlp/student_conv"], "muon")
-MEMORY["mlp/rate"] = "adamw"
-MODEL = config_of(
-    "ipttcd",
-    num_layers=4,
-    fast_layers=(0, 2),
-    has_qk_norm=True,
-    has_tied_head=False,
-    precision=Precision(),
-)
+LAYERS = {"num_layers": 4, "fast_layers": (0, 2), "has_qk_norm": True, "has_tied_head": False}
+MODEL = config_of("ipttcd", **LAYERS, precision=Precision())
 
 
-def test_every_parameter_of_a_model_has_its_group():
-    groups = by_name(parameter_groups(logical_axes(MODEL)))
-    expected = {"embedding": "adamw", "final_norm": "adamw", "head": "adamw"}
-    expected |= {f"group_0/block_0/{name}": group for name, group in (BLOCK | MEMORY).items()}
-    expected |= {f"group_0/block_1/{name}": group for name, group in BLOCK.items()}
-    assert groups == expected
-
-
-def test_tensors_are_grouped_by_their_own_dimensions():
+def test_every_parameter_of_a_model_has_its_group_by_its_own_dimensions():
+    blocks = {"muon": (MATRICES + MEMORY, MATRICES), "adamw": ([*VECTORS, "mlp/rate"], VECTORS)}
+    expected = dict.fromkeys(("embedding", "final_norm", "head"), "adamw")
+    for group, names in blocks.items():
+        for block, its_names in enumerate(names):
+            expected |= dict.fromkeys((f"group_0/block_{block}/{x}" for x in its_names), group)
+    assert by_name(parameter_groups(logical_axes(MODEL))) == expected
     assert group_of(("layers", "fast_heads", "embed", "mlp")) == "muon"
     assert group_of(("layers", "vocab", "embed")) == "adamw"
 
@@ -156,14 +106,6 @@ def test_first_steps_of_the_momentum(is_nesterov, orthogonalization):
     assert_close(updates["w"], -expected)
 
 
-def test_no_gradient_only_decays():
-    params = dict(zip(AXES, draw(4, *[(6,) * len(names) for names in AXES.values()]), strict=True))
-    optimizer = build_optimizer(_config(weight_decay=0.5), lambda _: 0.1, AXES)
-    zero = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = jax.jit(optimizer.update)(zero, optimizer.init(params), params)
-    assert_close(updates, jax.tree.map(lambda p: -0.05 * p, params))
-
-
 def test_state_of_a_model_holds_one_buffer_per_matrix_and_two_moments_for_the_rest():
     axes = logical_axes(MODEL)
     optimizer = build_optimizer(OptimizerConfig(kind="muon"), lambda _: 0.1, axes)
@@ -190,7 +132,7 @@ SHARDED = {
 }
 
 
-def _measure_shards() -> dict:
+def measured():
     """For every case: the elements of each collective's result by its name, where the new
     parameters are, and how far they are from those of one device."""
     config = _config(orthogonalization="float32")
@@ -200,9 +142,8 @@ def _measure_shards() -> dict:
         updates, state = optimizer.update(grads, optimizer.init(params), params)
         return optax.apply_updates(params, updates), state
 
-    measured = {}
     params, grads = ({"w": w} for w in draw(6, (8, ROWS, COLUMNS), (8, ROWS, COLUMNS)))
-    alone = jax.jit(step)(params, grads)[0]["w"]
+    alone, found = jax.jit(step)(params, grads)[0]["w"], {}
     for case, (num_layers, mesh_shape, axes, _) in SHARDED.items():
         kinds = (AxisType.Auto,) * len(mesh_shape)
         mesh = jax.make_mesh(tuple(mesh_shape.values()), tuple(mesh_shape), kinds)
@@ -210,14 +151,12 @@ def _measure_shards() -> dict:
         layers = jax.tree.map(lambda w, count=num_layers: w[:count], (params, grads))
         shards = jax.device_put(layers, sharding)
         compiled = jax.jit(step).lower(*shards).compile()
-        found = COLLECTIVE.findall(compiled.as_text())
+        moves = COLLECTIVE.findall(compiled.as_text())
         ours = compiled(*shards)[0]["w"]
-        measured[case] = {
-            "collectives": [(name, _num_elements(result)) for result, name in found],
-            "is_where_it_was": ours.sharding.is_equivalent_to(sharding, 3),
-            "distance": distance(ours, alone[:num_layers]),
-        }
-    return measured
+        is_there = ours.sharding.is_equivalent_to(sharding, 3)
+        worst = distance(ours, alone[:num_layers])
+        found[case] = [(name, _num_elements(result)) for result, name in moves], is_there, worst
+    return found
 
 
 def _num_elements(shapes: str) -> int:
@@ -229,15 +168,8 @@ def _num_elements(shapes: str) -> int:
 def test_shards_are_exchanged_for_whole_matrices():
     """No device ever holds more than one layer's matrix besides its own shard; nothing moves when
     layers are sharded."""
-    output = printed(__file__, count=8)
-    for case, found in json.loads(output).items():
-        assert {name for name, _ in found["collectives"]} == SHARDED[case][-1], (
-            f"{case}: {found['collectives']}"
-        )
-        assert all(size <= ROWS * COLUMNS for _, size in found["collectives"]), case
-        assert found["is_where_it_was"], case
-        assert found["distance"] <= 1e-5, case
-
-
-if __name__ == "__main__":
-    print(json.dumps(_measure_shards()))
+    for case, (moves, is_there, worst) in elsewhere(measured).items():
+        assert {name for name, _ in moves} == SHARDED[case][-1], (case, moves)
+        assert all(size <= ROWS * COLUMNS for _, size in moves), case
+        assert is_there, case
+        assert worst <= 1e-5, case

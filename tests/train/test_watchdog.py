@@ -2,11 +2,10 @@
 
 import re
 import subprocess
-import sys
 
+import commands
 import jax
 import pytest
-from commands import ROOT
 
 from ttcd_jax.errors import CheckpointError
 from ttcd_jax.train.watchdog import PEER_LOST, Watchdog, is_peer_lost
@@ -15,96 +14,78 @@ ALONE = """
 import sys, time
 from ttcd_jax.train import watchdog as module
 
-module._FACTOR = {factor}
-with module.Watchdog({num_processes}, minimum_seconds=1.0) as watchdog:
-    {body}
+num_processes, factor, body = sys.argv[1:]
+module._FACTOR = float(factor)
+with module.Watchdog(int(num_processes), minimum_seconds=1.0) as watchdog:
+    exec(body)
 print("done")
 """
-HANGS = "watchdog.beat(1); watchdog.beat(2); time.sleep(3)"
-SLOW = "for step in range(3): watchdog.beat(step); time.sleep(0.4)\n    time.sleep(2)"
+AGAIN = "watchdog.beat(2); time.sleep(3)"
+HANGS = f"watchdog.beat(1); {AGAIN}"
+SLOW = "for step in range(3): watchdog.beat(step); time.sleep(0.4)\ntime.sleep(2)"
 PAUSED = "with watchdog.paused({}): time.sleep({})"
 # What a process does, the limit of a step in median steps, and whether it is ended.
-ALONE_CASES = {
+CASES = {
     "a step that hangs": (HANGS, 20, True),
     "the first step, which compiles": ("watchdog.beat(1); time.sleep(2)", 20, False),
     "regular steps": ("for i in range(6): watchdog.beat(i); time.sleep(0.3)", 20, False),
-    "a pause": (f"watchdog.beat(1); watchdog.beat(2)\n    {PAUSED.format('', 2)}", 20, False),
-    "a pause before the first step": (
-        f"{PAUSED.format('', 1)}\n    watchdog.beat(1); time.sleep(2)",
-        *(20, False),
-    ),
-    "a save that hangs": (f"watchdog.beat(1)\n    {PAUSED.format(1, 4)}", 20, True),
-    "a pause is no step": (
-        f"watchdog.beat(1)\n    {PAUSED.format('', 2)}\n    watchdog.beat(2); time.sleep(3)",
-        *(2, True),
-    ),
+    "a pause": (f"watchdog.beat(1); watchdog.beat(2)\n{PAUSED.format('', 2)}", 20, False),
+    "one before the first": (f"{PAUSED.format('', 1)}\nwatchdog.beat(1); time.sleep(2)", 20, False),
+    "a save that hangs": (f"watchdog.beat(1)\n{PAUSED.format(1, 4)}", 20, True),
+    "a pause is no step": (f"watchdog.beat(1)\n{PAUSED.format('', 2)}\n{AGAIN}", 2, True),
     "slow steps have more time": (SLOW, 20, False),
     "no step has less": (SLOW, 0, True),
 }
 
 
-def _start(body, factor, num_processes=2):
-    """A process whose other processes nobody has started."""
-    program = ALONE.format(body=body, factor=factor, num_processes=num_processes)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes)
-
-
 @pytest.fixture(scope="module")
-def ended():
-    """(status, stdout, stderr) of the cases, which all sleep at once."""
-    started = {name: _start(body, factor) for name, (body, factor, _) in ALONE_CASES.items()}
-    started["without peers"] = _start(HANGS, 20, 1)
+def ended(tmp_path_factory):
+    """(status, stdout, stderr) of the cases, which all sleep at once; of processes whose other
+    processes nobody has started."""
+    program = tmp_path_factory.mktemp("programs") / "alone.py"
+    program.write_text(ALONE)
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    lines = {name: (2, factor, body) for name, (body, factor, _) in CASES.items()}
+    lines["without peers"] = 1, 20, HANGS
+    started = {name: commands.start(program, *line, **pipes) for name, line in lines.items()}
     outputs = {name: process.communicate(timeout=60) for name, process in started.items()}
     return {name: (started[name].returncode, *outputs[name]) for name in started}
 
 
-@pytest.mark.parametrize("case", ALONE_CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_a_process_ends_when_a_step_or_a_save_hangs_and_in_no_other_case(ended, case):
-    expected = (PEER_LOST, "") if ALONE_CASES[case][2] else (0, "done\n")
+    expected = (PEER_LOST, "") if CASES[case][2] else (0, "done\n")
     assert ended[case][:2] == expected, ended[case]
 
 
-def test_it_prints_its_stacks_and_one_line(ended):
+def test_it_prints_its_stacks_and_one_line_and_a_process_alone_waits_for_ever(ended):
     *stacks, line = ended["a step that hangs"][2].splitlines()
     assert any('File "<string>"' in frame for frame in stacks)
     assert re.match(r"error: no step for \d s after step 2: another process is lost or hangs", line)
     assert "last checkpoint" in line
-
-
-def test_a_save_has_ten_times_as_long_and_a_process_alone_for_ever(ended):
     assert Watchdog(2, minimum_seconds=3).save_seconds == 30
     assert ended["without peers"][:2] == (0, "done\n")
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
+def test_a_lost_peer_is_recognised_also_as_a_cause_and_no_other_error_is_one():
+    for message in (
         "UNKNOWN: Gloo all-reduce failed: [tcp/pair.cc:547] Connection closed by peer",
         "UNKNOWN: Gloo AllGather failed: Connection reset by peer",
         "DEADLINE_EXCEEDED: Barrier timed out. Id: b3::0. [...] # of tasks that reached the "
         "barrier: 1/2. RPC: /xla.coordination.CoordinationService/Barrier",
         "INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited or there was a "
         "network error",
-    ],
-)
-def test_a_lost_peer_is_recognised_also_as_a_cause(message):
-    error = jax.errors.JaxRuntimeError(message)
-    assert is_peer_lost(error)
-    wrapped = CheckpointError("checkpoint step 4 was not saved")
-    wrapped.__cause__ = error
-    assert is_peer_lost(wrapped)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
+    ):
+        error = jax.errors.JaxRuntimeError(message)
+        wrapped = CheckpointError("checkpoint step 4 was not saved")
+        wrapped.__cause__ = error
+        assert is_peer_lost(error), message
+        assert is_peer_lost(wrapped), message
+    for message in (
         "dot_general requires contracting dimensions to have the same shape",
         "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes",
         "checkpoint step 24 is damaged",
         "INTERNAL: NCCL operation ncclCommInitRank(&comm, nranks, id, rank) failed: unhandled "
         "system error (run with NCCL_DEBUG=INFO for details)",
-    ],
-)
-def test_other_errors_are_no_lost_peer(message):
-    assert not is_peer_lost(ValueError(message))
+    ):
+        assert not is_peer_lost(ValueError(message)), message

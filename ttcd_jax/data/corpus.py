@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import hashlib
-import pathlib
 import sysconfig
 from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 from absl import logging
@@ -13,8 +13,7 @@ from absl import logging
 from ttcd_jax import units
 from ttcd_jax.config import Bound, Config, NonNegative
 from ttcd_jax.data.documents import Document, LeftOut, holds_many, read_documents
-from ttcd_jax.data.mds import INDEX
-from ttcd_jax.data.tables import STATE
+from ttcd_jax.data.formats import INDEX, STATE
 from ttcd_jax.errors import DataError, UserError
 
 Split = Literal["train", "validation"]
@@ -30,12 +29,12 @@ LEFT_OUT_OF_STDLIB = frozenset(
 _CLAIM = {"lock", "environment.json", "data.json", "config.gin"}  # of a run that starts
 
 
-def _is_below(glob: str) -> bool:
-    parts = glob.split("/")
-    return bool(parts[0]) and all(x != ".." and ("**" not in x or x == "**") for x in parts)
-
-
-_BELOW = Bound("a pattern below path, such as **/*.txt", _is_below)
+_BELOW = Bound(
+    "a pattern below path, such as **/*.txt",
+    lambda glob: (
+        glob[0] != "/" and all(x != ".." and ("**" not in x or x == "**") for x in glob.split("/"))
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,11 +140,11 @@ def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
 
 def input_bytes(config: CorpusConfig, splits: tuple[Split, ...] = SPLITS) -> int:
     """Bytes of the files at `config.path`, packed as they are."""
-    files = [file for _, names in _parts(config, splits) for file in names.values()]
-    indexes = [file for file in files if file.name in (INDEX, STATE)]
-    shards = [shard for index in indexes for shard in index.parent.iterdir()]
-    shards += [index.with_suffix(".bin") for index in files if index.suffix == ".idx"]
-    return sum(file.stat().st_size for file in {*files, *shards} if file.exists())
+    files = {file for _, _, file in _input_files(config, splits)}
+    for file in list(files):
+        files |= {*file.parent.iterdir()} if file.name in (INDEX, STATE) else set()
+        files |= {file.with_suffix(".bin")} if file.suffix == ".idx" else set()
+    return sum(file.stat().st_size for file in files if file.exists())
 
 
 class EmptySplitError(DataError):
@@ -161,7 +160,7 @@ def empty_split(config: CorpusConfig, split: Split) -> EmptySplitError:
     )
 
 
-def manifest(config: CorpusConfig, documents: list[Document]) -> dict[str, Any]:
+def manifest(config: CorpusConfig, documents: Iterable[Document]) -> dict[str, Any]:
     """The manifest of the documents for a run directory, ready for JSON."""
     census = Census()
     for document in documents:
@@ -169,8 +168,30 @@ def manifest(config: CorpusConfig, documents: list[Document]) -> dict[str, Any]:
     return {"kind": config.kind} | census.summary()
 
 
+def _split_documents(
+    config: CorpusConfig, splits: tuple[Split, ...], left_out: LeftOut
+) -> Iterator[tuple[Split, Document]]:
+    if config.path is None:
+        for document in _stdlib_documents():
+            yield _drawn_split(config, document), document
+        return
+    files = _input_files(config, splits)
+    if config.binds("field") and not any(holds_many(path) for _, _, path in files):
+        raise DataError(
+            f"field {config.field!r} is for files of many documents, and {Path(config.path)} "
+            "has plain text alone: leave it out"
+        )
+    for split, name, path in files:
+        documents = read_documents(path, name, config.field, left_out)
+        if split is None and path == Path(config.path) and not holds_many(path):
+            yield from _parts_of_file(config, documents)
+        else:
+            for document in documents:
+                yield split or _drawn_split(config, document), document
+
+
 def _stdlib_documents() -> Iterator[Document]:
-    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    root = Path(sysconfig.get_paths()["stdlib"])
     for name, path in _files(root, "**/*.py").items():
         if LEFT_OUT_OF_STDLIB.isdisjoint(name.split("/")):
             text = path.read_bytes()
@@ -179,81 +200,85 @@ def _stdlib_documents() -> Iterator[Document]:
                 yield Document(name, text)
 
 
-def _split_documents(
-    config: CorpusConfig, splits: tuple[Split, ...], left_out: LeftOut
+def _drawn_split(config: CorpusConfig, document: Document) -> Split:
+    digest = int.from_bytes(hashlib.sha256(_name_bytes(document)).digest())
+    return "validation" if digest % 100 < config.validation_percent else "train"
+
+
+def _parts_of_file(
+    config: CorpusConfig, documents: Iterator[Document]
 ) -> Iterator[tuple[Split, Document]]:
-    if config.path is None:
-        yield from _held_out_by_name(_stdlib_documents(), config)
-        return
-    root = pathlib.Path(config.path)
-    parts = _parts(config, splits)
-    if config.binds("field") and not any(
-        holds_many(x) for _, files in parts for x in files.values()
-    ):
-        raise DataError(
-            f"field {config.field!r} is for files of many documents, and {root} has plain text "
-            "alone: leave it out"
-        )
-    for split, files in parts:
-        for name, path in files.items():
-            documents = read_documents(path, name, config.field, left_out)
-            if split is not None:
-                for document in documents:
-                    yield split, document
-            elif path == root and not holds_many(path):
-                yield from _parts_of_file(documents, config)
-            else:
-                yield from _held_out_by_name(documents, config)
+    """The parts of the only document, divided after a line, else after a word, else between
+    characters; only one part and the whole text are in memory."""
+    name, text, *_ = next(documents)
+    end = len(text) * (100 - config.validation_percent) // 100
+    if end < len(text):
+        while end and text[end] & 0xC0 == 0x80:
+            end -= 1
+        end = (text.rfind(b"\n", 0, end) + 1) or (text.rfind(b" ", 0, end) + 1) or end
+    yield "validation", Document(name, text[end:])
+    text = text[:end]
+    yield "train", Document(name, text)
 
 
-def _parts(
+def _input_files(
     config: CorpusConfig, splits: tuple[Split, ...]
-) -> list[tuple[Split | None, dict[str, pathlib.Path]]]:
-    """The files of each split by name; None: each is divided between the splits."""
-    path, num_held_out = pathlib.Path(config.path or ""), config.validation_files
+) -> list[tuple[Split | None, str, Path]]:
+    """(split, name, path) of each file of `splits`, in order; None: it is divided between them."""
+    path, num_held_out = Path(config.path or ""), config.validation_files
     has_splits = all((path / split).is_dir() for split in SPLITS)
     if not (path.is_file() or path.is_dir() or path.is_fifo()):  # but a device
         raise DataError(f"no file or folder at {path}: give the path of the text")
     if num_held_out and (has_splits or not path.is_dir()):
         raise DataError(f"{path} has no files to hold out: it is one file or has its own splits")
     if not path.is_dir():
-        return [(None, {path.name: path})]
+        return [(None, path.name, path)]
     if has_splits:
-        return [(split, _folder_files(path, split, config.glob)) for split in splits]
-    files = _folder_files(path, ".", config.glob)
+        named = [_folder_files(path, split, config.glob).items() for split in splits]
+        return [(split, *x) for split, files in zip(splits, named, strict=True) for x in files]
+    files = list(_folder_files(path, ".", config.glob).items())
+    if num_held_out >= len(files):
+        raise DataError(f"{path} has {len(files)} files: {num_held_out} cannot be held out")
     if not num_held_out:
-        return [(None, files)]
-    names = list(files)
-    if num_held_out >= len(names):
-        raise DataError(f"{path} has {len(names)} files: {num_held_out} cannot be held out")
-    held_out = {name: files.pop(name) for name in names[-num_held_out:]}
-    return [(split, files if split == "train" else held_out) for split in splits]
+        return [(None, *file) for file in files]
+    parts = {"train": files[:-num_held_out], "validation": files[-num_held_out:]}
+    return [(split, *file) for split in splits for file in parts[split]]
 
 
-def _folder_files(root: pathlib.Path, part: str, glob: str) -> dict[str, pathlib.Path]:
-    folder = root / part
-    files = _files(folder, glob)
+def _folder_files(root: Path, part: str, glob: str) -> dict[str, Path]:
+    """The files of a part of `root` by name. Raises `DataError` without one, and for a file that a
+    link brings in from elsewhere. The links of the Hugging Face cache are good: from a folder in
+    `snapshots` to the `blobs` beside it."""
+    files = _files(root / part, glob)
     if not files:
         raise DataError(
-            f"no file under {folder} matches {glob!r} (CorpusConfig.glob of a recipe): put text "
-            "there, or name a file"
+            f"no file under {root / part} matches {glob!r} (CorpusConfig.glob of a recipe): put "
+            "text there, or name a file"
         )
-    _check_links(root, files.values())
+    inside = root.resolve()
+    caches = (x.parent for x in (inside, *inside.parents) if x.name == "snapshots")
+    inside = next((cache for cache in caches if (cache / "blobs").is_dir()), inside)
+    for found in {path if path.is_symlink() else path.parent for path in files.values()}:
+        if not found.resolve().is_relative_to(inside):
+            raise DataError(
+                f"{found} is a link that leaves {root}: give a copy of the folder (cp -rLl makes "
+                "one of hard links)"
+            )
     return files
 
 
-def _files(folder: pathlib.Path, glob: str) -> dict[str, pathlib.Path]:
+def _files(folder: Path, glob: str) -> dict[str, Path]:
     """The matching files outside run directories by relative name, sorted."""
     depth = len(folder.parts)  # `relative_to` is slow
     found = (path for path in folder.glob(glob) if path.is_file())
-    names = [pathlib.PurePath(*path.parts[depth:]) for path in found]
+    names = [PurePath(*path.parts[depth:]) for path in found]
     parents = {path: (path, *path.parents) for path in {name.parent for name in names}}
     runs = {x for x in {x for paths in parents.values() for x in paths} if _is_run(folder / x)}
     kept = (name.as_posix() for name in names if runs.isdisjoint(parents[name.parent]))
     return {name: folder / name for name in sorted(kept)}
 
 
-def _is_run(folder: pathlib.Path) -> bool:
+def _is_run(folder: Path) -> bool:
     """Whether `folder` is that of a run, a sweep or a study, or is being claimed by a run: then it
     holds nothing else. A lock that was left among text says nothing."""
     lock, has_config = folder / "lock", (folder / "config.json").is_file()
@@ -261,46 +286,3 @@ def _is_run(folder: pathlib.Path) -> bool:
         return has_config and (folder / "checkpoints").is_dir()
     names = {x.name for x in folder.iterdir() if x.name[0] != "."}
     return has_config or "study.json" in names or names <= _CLAIM
-
-
-def _check_links(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
-    """Raises `DataError` for a file that a link brings into `folder` from elsewhere. The links of
-    the Hugging Face cache are good: from a folder in `snapshots` to the `blobs` beside it."""
-    root = folder.resolve()
-    caches = (x.parent for x in (root, *root.parents) if x.name == "snapshots")
-    root = next((cache for cache in caches if (cache / "blobs").is_dir()), root)
-    for found in {path if path.is_symlink() else path.parent for path in files}:
-        if not found.resolve().is_relative_to(root):
-            raise DataError(
-                f"{found} is a link that leaves {folder}: give a copy of the folder (cp -rLl makes "
-                "one of hard links)"
-            )
-
-
-def _parts_of_file(
-    documents: Iterator[Document], config: CorpusConfig
-) -> Iterator[tuple[Split, Document]]:
-    for document in documents:
-        name, text = document.name, document.text
-        end = len(text) * (100 - config.validation_percent) // 100
-        if end < len(text):
-            end = _end_of_part(text, end)
-        del document
-        yield "validation", Document(name, text[end:])
-        text = text[:end]
-        yield "train", Document(name, text)
-
-
-def _end_of_part(text: bytes, end: int) -> int:
-    """The last position up to `end` after a line, else after a word, else between characters."""
-    while end and text[end] & 0xC0 == 0x80:
-        end -= 1
-    return (text.rfind(b"\n", 0, end) + 1) or (text.rfind(b" ", 0, end) + 1) or end
-
-
-def _held_out_by_name(
-    documents: Iterator[Document], config: CorpusConfig
-) -> Iterator[tuple[Split, Document]]:
-    for document in documents:
-        digest = int.from_bytes(hashlib.sha256(_name_bytes(document)).digest())
-        yield "validation" if digest % 100 < config.validation_percent else "train", document

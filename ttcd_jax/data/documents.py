@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ttcd_jax.data.compressed import MAX_BYTES, unpacked
-from ttcd_jax.data.mds import INDEX, read_column
-from ttcd_jax.data.megatron import read_sequences
-from ttcd_jax.data.tables import STATE, check_one_split, read_values
+from ttcd_jax.data.formats import INDEX, STATE, check_one_split, read_mds, read_megatron, read_table
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import decoded
 from ttcd_jax.registry import Registry
@@ -26,13 +24,11 @@ _PACKED = re.compile(rb"\x1f\x8b|\(\xb5/\xfd|BZh\d1AY|\xfd7zXZ|7z\xbc\xaf|PK\x03
 
 class Document(NamedTuple):
     """One text and its name: the file's path relative to the corpus, with `:number` in a file of
-    many documents. A tokenized document has `tokens` [T] and no text; if it `is_row`, it gets no
-    bos and no eos."""
+    many documents. A tokenized document has `tokens` [T] and no text."""
 
     name: str
     text: bytes
     tokens: np.ndarray | None = None
-    is_row: bool = False
 
     @property
     def content(self) -> bytes:
@@ -86,6 +82,9 @@ def read_documents(path: Path, name: str, field: str, left_out: LeftOut) -> Iter
                 yield Document(f"{name}:{number}", value)
             elif isinstance(value, np.ndarray):
                 yield Document(f"{name}:{number}", b"", _checked_size(f"{path}:{number}", value))
+            elif not isinstance(value, DataError):
+                kind = type(value).__name__
+                raise UserError(f"the reader of {_kind(path)} yields {kind}: yield text.encode()")
     except OSError as error:
         where = error.filename or path
         raise DataError(f"{where} cannot be read: {error.strerror or error}") from error
@@ -173,7 +172,7 @@ def _json_text(where: str, field: str, line: bytes) -> bytes:
 
 
 def _rows(path: Path, field: str) -> Iterator[bytes | np.ndarray]:
-    for row, value in enumerate(read_values(path, field)):
+    for row, value in enumerate(read_table(path, field)):
         is_array = isinstance(value, np.ndarray)
         yield value if is_array else _text(f"{path}, row {row}", field, value)
 
@@ -193,14 +192,14 @@ def _text(where: str, field: str, value: Any) -> bytes:
 
 Reader = Callable[[Path, str], Iterator[bytes | np.ndarray | DataError]]
 # None: one document of plain text. Kinds are offered to the user in this order.
-_READERS = Registry[Reader | None]("kind of file")
+_READERS = Registry[Reader | None]("reader")
 register = _READERS.add  # (reader, pattern of the names of files)
 _READERS |= {
     **dict.fromkeys(("*.txt", "*.txt.gz", "*.txt.zst")),
     **dict.fromkeys(("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.json.gz"), _json_lines),
     **dict.fromkeys(("*.parquet", STATE, "*.arrow"), _rows),
-    INDEX: read_column,
-    "*.idx": lambda path, field: read_sequences(path),
+    INDEX: read_mds,
+    "*.idx": lambda path, field: read_megatron(path),
 }
 
 

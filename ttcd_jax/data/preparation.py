@@ -23,18 +23,10 @@ from typing import Any
 import numpy as np
 
 from ttcd_jax.config import differences
+from ttcd_jax.data import records
 from ttcd_jax.data.corpus import SPLITS, Census, CorpusConfig, Split, empty_split, stream_documents
 from ttcd_jax.data.documents import Document, LeftOut
 from ttcd_jax.data.packing import encode_documents
-from ttcd_jax.data.records import (
-    FORMAT,
-    MANIFEST,
-    TOKENIZER,
-    TokenRecords,
-    read_manifest,
-    sealed,
-    token_dtype,
-)
 from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import DataError, UserError, listed
 from ttcd_jax.files import difference, sha256, write_json
@@ -51,6 +43,7 @@ _BATCHES_AHEAD = 4  # for each process
 Metadata = dict[str, Any]  # ready for JSON
 type _Stream = Iterator[tuple[Split, Document]]
 type _Batch = dict[Split, list[Document]]
+type _Encoded = dict[Split, records.TokenRecords]
 
 
 def prepare_records(
@@ -74,13 +67,13 @@ def prepare_records(
     """
     if config.path is not None:
         build_tokenizer(config)  # an error names the user's file, not the copy
-        config = config.replace(path=str(shutil.copyfile(config.path, folder / TOKENIZER)))
+        config = config.replace(path=str(shutil.copyfile(config.path, folder / records.TOKENIZER)))
     tokenizer = build_tokenizer(config)
     metadata = {
         "tokenizer": "byte" if config.path is None else sha256(Path(config.path)),
         **{name: getattr(tokenizer, name) for name in ("vocab_size", "bos_id", "eos_id")},
         "stop_ids": [*tokenizer.stop_ids],
-        "dtype": token_dtype(tokenizer.vocab_size).name,
+        "dtype": records.token_dtype(tokenizer.vocab_size).name,
     }
     arguments = {
         "tokenizer": metadata["tokenizer"],
@@ -89,15 +82,14 @@ def prepare_records(
         "corpus": corpus.to_dict() | {"path": None},  # its content is compared
     }
     left_out, saved = LeftOut(), time.monotonic()
-    documents: _Stream = stream_documents(corpus, left_out=left_out)
-    if samples_are_rows:
-        documents = ((split, document._replace(is_row=True)) for split, document in documents)
+    documents = stream_documents(corpus, left_out=left_out)
     writer = _Writer(folder, shard_tokens)
     writer.take_up(arguments, documents, on_progress)
-    for batch, encoded in _encoded(_batches(documents), config, num_processes):
-        for split, records in encoded.items():
-            writer.append(split, batch[split], records)
-            on_progress(int(records.starts[-1]))
+    encode = partial(_encode, config, samples_are_rows)
+    for batch, encoded in _encoded(_batches(documents), encode, num_processes):
+        for split, new in encoded.items():
+            writer.append(split, batch[split], new)
+            on_progress(int(new.starts[-1]))
         if time.monotonic() - saved > _SAVE_SECONDS:
             writer.save({"format": UNFINISHED} | metadata, arguments)
             saved = time.monotonic()
@@ -107,7 +99,7 @@ def prepare_records(
     if left_out.num_lines:
         extra["lines_left_out"] = left_out.num_lines
         write_json(folder / LEFT_OUT, left_out.first)
-    return writer.save({"format": FORMAT} | metadata, extra)
+    return writer.save({"format": records.FORMAT} | metadata, extra)
 
 
 def stored_tokens(folder: Path) -> int:
@@ -118,7 +110,7 @@ def stored_tokens(folder: Path) -> int:
 def _stored(folder: Path) -> Metadata:
     """The manifest of an unfinished folder, or of a complete one before it got its name."""
     with contextlib.suppress(DataError):
-        return read_manifest(folder, UNFINISHED, FORMAT)
+        return records.read_manifest(folder, UNFINISHED, records.FORMAT)
     return {}
 
 
@@ -135,10 +127,9 @@ def _batches(documents: _Stream) -> Iterator[tuple[_Batch, int]]:
 
 
 def _encoded(
-    batches: Iterator[tuple[_Batch, int]], config: TokenizerConfig, num_processes: int
-) -> Iterator[tuple[_Batch, dict[Split, TokenRecords]]]:
+    batches: Iterator[tuple[_Batch, int]], encode: Callable[[_Batch], _Encoded], num_processes: int
+) -> Iterator[tuple[_Batch, _Encoded]]:
     """The batches with their records, in their order."""
-    encode = partial(_encode, config)
     if num_processes == 1:
         yield from ((batch, encode(batch)) for batch, _ in batches)
         return
@@ -165,8 +156,9 @@ def _encoded(
 _tokenizer = cache(build_tokenizer)
 
 
-def _encode(config: TokenizerConfig, batch: _Batch) -> dict[Split, TokenRecords]:
-    return {split: encode_documents(batch[split], _tokenizer(config)) for split in batch}
+def _encode(config: TokenizerConfig, samples_are_rows: bool, batch: _Batch) -> _Encoded:
+    tokenizer = _tokenizer(config)
+    return {x: encode_documents(batch[x], tokenizer, samples_are_rows) for x in batch}
 
 
 def _end_with_parent() -> None:
@@ -190,55 +182,54 @@ class _Writer:
         self._folder, self._shard_tokens = folder, shard_tokens
         self._census = {split: Census() for split in SPLITS}
         self._files: dict[str, Metadata] = {}  # size and sha256 of those that are on disk
-        self.splits: dict[Split, Metadata] = {}
-        for split in SPLITS:
-            self.splits[split] = {"num_documents": 0, "num_tokens": 0}
-            self.splits[split] |= {"starts": f"{split}.starts.bin", "shards": []}
+        counts = {"num_documents": 0, "num_tokens": 0}
+        starts = {split: {"starts": f"{split}.starts.bin", "shards": []} for split in SPLITS}
+        self.splits: dict[Split, Metadata] = {split: counts | starts[split] for split in SPLITS}
 
     def take_up(
         self, arguments: Metadata, documents: _Stream, on_progress: Callable[[int], None]
     ) -> None:
-        """Goes back to what the manifest lists, and passes over its documents."""
+        """Goes back to what the manifest lists, and passes over its documents. Raises `DataError`
+        if they, the files or the arguments are others."""
         if not (manifest := _stored(self._folder)):
             return
         old = {name: manifest[name] for name in arguments if name in manifest}
-        if changed := differences(arguments | {"samples_are_rows": False} | old, arguments):
-            raise self._no_continuation(listed(changed))
+        self._continue_if_no(differences(arguments | {"samples_are_rows": False} | old, arguments))
         self._files = manifest["files"]
         for path in self._folder.iterdir():
-            if path.name not in (MANIFEST, TOKENIZER, *self._files):
+            if path.name not in (records.MANIFEST, records.TOKENIZER, *self._files):
                 path.unlink()
         for name, entry in self._files.items():
             path, num_bytes = self._folder / name, entry["num_bytes"]
             if path.exists():
                 os.truncate(path, num_bytes)
-            if problem := difference(path, num_bytes, entry["sha256"]):
-                raise self._no_continuation(f"{name}: {problem}")
+            problem = difference(path, num_bytes, entry["sha256"])
+            self._continue_if_no([f"{name}: {problem}"] if problem else [])
         num_stored = sum(entry["num_documents"] for entry in manifest["splits"].values())
         for split, document in itertools.islice(documents, num_stored):
             self._census[split].add(document)
             on_progress(0)
-        for split, entry in manifest["splits"].items():
-            if self._census[split].summary() != entry.pop("text"):
-                raise self._no_continuation(f"the first {num_stored:,} documents")
-            self.splits[split] = entry
+        for split, self.splits[split] in manifest["splits"].items():
+            is_same = self._census[split].summary() == self.splits[split].pop("text")
+            self._continue_if_no([] if is_same else [f"the first {num_stored:,} documents"])
 
-    def _no_continuation(self, change: str) -> DataError:
-        return DataError(
-            f"{self._folder} cannot be continued, what it was made from changed ({change}): "
-            f"restore it, or begin again (rm -r {self._folder})"
-        )
+    def _continue_if_no(self, changes: list[str]) -> None:
+        if changes:
+            raise DataError(
+                f"{self._folder} cannot be continued, what it was made from changed "
+                f"({listed(changes)}): restore it, or begin again (rm -r {self._folder})"
+            )
 
-    def append(self, split: Split, documents: list[Document], records: TokenRecords) -> None:
+    def append(self, split: Split, documents: list[Document], new: records.TokenRecords) -> None:
         """Appends the documents; one that does not fit into the last shard begins a new one."""
-        (ids,), starts, entry = records.shards, records.starts, self.splits[split]
-        new = starts[1:] if entry["num_documents"] else starts  # the first is stored as an end
-        self._append(entry["starts"], (entry["num_tokens"] + new).astype("<u8"))
+        (ids,), starts, entry = new.shards, new.starts, self.splits[split]
+        ends = starts[1:] if entry["num_documents"] else starts  # the first is stored as an end
+        self._append(entry["starts"], (entry["num_tokens"] + ends).astype("<u8"))
         begin, shards, room = 0, entry["shards"], 0
         if shards:
             num_bytes = (self._folder / shards[-1]).stat().st_size
             room = self._shard_tokens - num_bytes // ids.itemsize
-        while begin < len(records):
+        while begin < len(new):
             end = int(np.searchsorted(starts, starts[begin] + room, side="right")) - 1
             if end > begin:
                 self._append(shards[-1], ids[starts[begin] : starts[end]])
@@ -247,7 +238,7 @@ class _Writer:
                 shards.append(f"{split}.{len(shards):05}.tokens.bin")
                 room = max(self._shard_tokens, int(starts[begin + 1] - starts[begin]))
         entry["num_tokens"] += int(starts[-1])
-        entry["num_documents"] += len(records)
+        entry["num_documents"] += len(new)
         for document in documents:
             self._census[split].add(document)
 
@@ -265,8 +256,8 @@ class _Writer:
                 for name in (its["starts"], *its["shards"]):
                     files[name] = self._files.get(name) or _flushed(self._folder / name)
         self._files = dict(files)
-        manifest = sealed(metadata | {"splits": splits, "files": files} | extra)
-        write_json(self._folder / MANIFEST, manifest)
+        manifest = records.sealed(metadata | {"splits": splits, "files": files} | extra)
+        write_json(self._folder / records.MANIFEST, manifest)
         return manifest
 
 

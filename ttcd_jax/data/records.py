@@ -78,7 +78,10 @@ class TokenRecords:
         first = self.starts[document]
         shard = np.searchsorted(self._ends, first, side="right")
         if self.files:
-            _check_uncut(*self.files[shard])
+            path, num_bytes = self.files[shard]
+            with contextlib.suppress(FileNotFoundError):  # unlinked: the mapping has its content
+                if (size := path.stat().st_size) < num_bytes:
+                    raise DataError(f"{path} was cut to {size} of {num_bytes} bytes; {_AGAIN}")
         offset = first - self._ends[shard] + self.shards[shard].size
         ids = self.shards[shard][offset + start : offset + stop]
         if ids.max(initial=0) >= self.vocab_size:
@@ -136,10 +139,10 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     return manifest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenRecords:
+def open_records(folder: Path, split: Split) -> TokenRecords:
     """The records of one split, memory-mapped. Raises `DataError` for an absent split or file, for
-    sizes or starts that do not fit, and with `verifies` for a file of another digest: all are read
-    for it, by as many threads as there are cores."""
+    a file of another size or digest (all are read for it, by as many threads as there are cores),
+    and for starts that do not fit."""
     manifest = read_manifest(folder)
     if split not in manifest["splits"]:
         raise EmptySplitError(
@@ -148,13 +151,9 @@ def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenR
         )
     entry, files = manifest["splits"][split], manifest["files"]
     paths = [folder / name for name in (*entry["shards"], entry["starts"])]
-    for path in paths:
-        _check(path, files[path.name]["num_bytes"])
-    if verifies:
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            checks = [pool.submit(_check, x, digest=files[x.name]["sha256"]) for x in paths]
-        for check in checks:
-            check.result()
+    sizes = [files[path.name]["num_bytes"] for path in paths]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(_check, paths, sizes, [files[path.name]["sha256"] for path in paths]))
     dtype = token_dtype(manifest["vocab_size"])
     try:
         # Plain arrays: slices of a memmap cost numpy more.
@@ -169,8 +168,8 @@ def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenR
         raise DataError(f"{paths[-1]} does not fit its shards; {_AGAIN}")
     options = {name: manifest[name] for name in ("vocab_size", "eos_id")}
     options["samples_are_rows"] = manifest.get("samples_are_rows") is True
-    options["files"] = [(path, files[path.name]["num_bytes"]) for path in paths[:-1]]
-    return TokenRecords(shards, starts, where=f"{folder} ({split})", **options)
+    files = [*zip(paths, sizes, strict=True)][:-1]
+    return TokenRecords(shards, starts, where=f"{folder} ({split})", files=files, **options)
 
 
 def records_tokenizer(folder: Path) -> TokenizerConfig:
@@ -179,23 +178,16 @@ def records_tokenizer(folder: Path) -> TokenizerConfig:
     if manifest["tokenizer"] == "byte":
         return TokenizerConfig(kind="byte")
     _check(folder / TOKENIZER, digest=manifest["tokenizer"])
-    return TokenizerConfig(
-        kind="json",
-        path=str(folder / TOKENIZER),
-        bos_id=manifest["bos_id"],
-        eos_id=manifest["eos_id"],
-        stop_ids=tuple(manifest.get("stop_ids", ())),
-    )
+    ids = {name: manifest[name] for name in ("bos_id", "eos_id", "stop_ids") if name in manifest}
+    return TokenizerConfig(kind="json", path=str(folder / TOKENIZER), **ids)
 
 
 def verify_records(folder: Path) -> dict[str, Any]:
-    """The manifest, after a check of every file: size, digest, starts. Raises `DataError` naming
-    the first file that differs from the one written."""
+    """The manifest, after a check of every file. Raises `DataError` naming the first that differs
+    from the one written."""
     manifest = read_manifest(folder)
-    for name, entry in manifest["files"].items():
-        _check(folder / name, entry["num_bytes"], entry["sha256"])
     for split in manifest["splits"]:
-        open_records(folder, split, verifies=False)
+        open_records(folder, split)
     records_tokenizer(folder)
     return manifest
 
@@ -203,9 +195,3 @@ def verify_records(folder: Path) -> dict[str, Any]:
 def _check(path: Path, num_bytes: int | None = None, digest: str | None = None) -> None:
     if problem := difference(path, num_bytes, digest):
         raise DataError(f"{path}: {problem}; {_AGAIN}")
-
-
-def _check_uncut(path: Path, num_bytes: int) -> None:
-    with contextlib.suppress(FileNotFoundError):  # unlinked: the mapping has its content
-        if (size := os.stat(path).st_size) < num_bytes:
-            raise DataError(f"{path} was cut to {size} of {num_bytes} bytes; {_AGAIN}")

@@ -265,13 +265,8 @@ def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> str:
     if vocab_size > _MOST_IDS:
         raise UserError(f"a vocabulary of {vocab_size} is too large: take {_MOST_IDS} or less")
     tokenizer = tokenizers.ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(
-        map(_decoded, texts),
-        vocab_size,
-        min_frequency=0,
-        show_progress=False,
-        special_tokens=[BOS_NAMES[0], EOS_NAMES[0]],
-    )
+    options = {"show_progress": False, "special_tokens": [BOS_NAMES[0], EOS_NAMES[0]]}
+    tokenizer.train_from_iterator(map(_decoded, texts), vocab_size, min_frequency=0, **options)
     return tokenizer.to_str(pretty=True)
 
 

@@ -7,7 +7,7 @@ DIGEST.json         sizes and SHA-256 of both
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -59,47 +59,37 @@ def load_state(folder: str | os.PathLike[str], model: InferenceModel) -> Inferen
     and for a state of another model, naming the difference.
     """
     folder = Path(folder).absolute()
+
+    def refuse(problem: str) -> NoReturn:
+        raise CheckpointError(f"the saved state {folder} {problem}")
+
     if not (folder / _RECORD).is_file():
         raise CheckpointError(f"{folder} is no saved state: it has no {_RECORD}")
-    problems = digest.verify(folder)
-    if problems:
-        raise CheckpointError(
-            f"the saved state {folder} is damaged: {'; '.join(problems)}; read the text again"
-        )
+    if problems := digest.verify(folder):
+        refuse(f"is damaged: {'; '.join(problems)}; read the text again")
     try:
         record, arrays = read_json(folder / _RECORD), load_file(folder / _ARRAYS)
     except (DataError, SafetensorError, AttributeError) as error:  # numpy lacks the dtype
-        raise CheckpointError(f"the saved state {folder} cannot be read: {error}") from error
-    _check_model(folder, record, model)
+        refuse(f"cannot be read: {error}")
+    if changed := differences(record.get("model"), model.config.to_dict()):
+        changes = listed(changed)
+        refuse(f"is of a model of another configuration: {changes}; load it with its own model")
+    if record.get("parameters") != _parameter_digest(model):
+        refuse(
+            "is of other parameters of the same configuration: load it with the checkpoint that "
+            "made it, perhaps another step of the run"
+        )
     rows, slots = record.get("tokens_read"), record.get("max_length")
     most = (folder / _ARRAYS).stat().st_size  # a row, or a slot, has bytes there
     is_sized = slots is None or (type(slots) is int and 0 < slots <= most)
     if not isinstance(rows, list) or not 0 < len(rows) <= most or not is_sized:
         raise CheckpointError(f"{folder / _RECORD} describes no {_ARRAYS}: read the text again")
     wanted = abstract_state(model, len(rows), max_length=slots)
-    problem = misfit(by_name(wanted), arrays, ("shape", "dtype"))
-    if problem:
-        raise CheckpointError(
-            f"the saved state {folder} is of another version of this library: {problem}; read the "
-            "text again"
-        )
+    if problem := misfit(by_name(wanted), arrays, ("shape", "dtype")):
+        refuse(f"is of another version of this library: {problem}; read the text again")
     start = start_state(model, len(rows), max_length=slots)
     placed = [jax.device_put(arrays[x], leaf.sharding) for x, leaf in by_name(start).items()]
     return jax.tree.unflatten(jax.tree.structure(start), placed)
-
-
-def _check_model(folder: Path, record: dict[str, Any], model: InferenceModel) -> None:
-    changed = differences(record.get("model"), model.config.to_dict())
-    if changed:
-        raise CheckpointError(
-            f"the saved state {folder} is of a model of another configuration: {listed(changed)}; "
-            "load it with its own model"
-        )
-    if record.get("parameters") != _parameter_digest(model):
-        raise CheckpointError(
-            f"the saved state {folder} is of other parameters of the same configuration: load it "
-            "with the checkpoint that made it, perhaps another step of the run"
-        )
 
 
 def _parameter_digest(model: InferenceModel) -> str:

@@ -20,17 +20,24 @@ def typed(text: str) -> str:
     )
 
 
-class Detokenizer:
-    """The text of tokens that arrive one at a time: concatenated, the strings of `push` and
-    `finish` are the text that the tokenizer decodes from all tokens.
+class TextStream:
+    """The text of tokens that arrive one at a time, up to the first `stop` string: concatenated,
+    the strings of `push` and `finish` are the text that the tokenizer decodes from all tokens.
 
     A token's text may depend on the tokens before it, and a character may span several. So every
     `push` decodes a window of at most 16 tokens, from the last position at which the text was
-    complete and returned. `context`: the tokens before the first; their text is not repeated.
+    complete and returned; what may be the beginning of a stop string is held back. `context`: the
+    tokens before the first; their text is not repeated.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] | np.ndarray = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        context: Sequence[int] | np.ndarray = (),
+    ) -> None:
+        self._tokenizer, self._stop, self._held = tokenizer, tuple(stop), ""
+        self.is_stopped = False  # whether a stop string has been found
         window = [int(token) for token in context[-_MIN_WINDOW:]]
         # A window that begins inside a character would begin with a replacement.
         while window and tokenizer.decode(window).startswith(_REPLACEMENT):
@@ -38,7 +45,7 @@ class Detokenizer:
         self._continue_from(window)
 
     def push(self, token: int) -> str:
-        """The text that becomes certain with this token, often empty."""
+        """The text that becomes certain with this token, often empty; none after a stop string."""
         if token >= self._tokenizer.vocab_size or not self._tokenizer.num_bytes(token):
             return ""
         self._window.append(token)
@@ -51,11 +58,13 @@ class Detokenizer:
             self._continue_from(self._window[self._num_complete :])
         elif is_full:
             self._continue_from(self._window[-_MIN_WINDOW:])
-        return new
+        return self._before_stop(new)
 
     def finish(self) -> str:
-        """The rest of the text: an incomplete character, as U+FFFD."""
-        return self._tokenizer.decode(self._window)[self._num_given :]
+        """The rest of the text, when no token follows: an incomplete character is U+FFFD."""
+        rest = self._tokenizer.decode(self._window)[self._num_given :]
+        text, self._held = self._before_stop(rest) + self._held, ""
+        return text
 
     def _continue_from(self, window: list[int]) -> None:
         text = self._tokenizer.decode(window)
@@ -63,37 +72,7 @@ class Detokenizer:
         self._num_given = _num_certain(text)  # characters
         self._num_complete = len(window) if self._num_given == len(text) else 0  # tokens
 
-
-def _num_certain(text: str) -> int:
-    """Characters of `text` that no further token changes."""
-    return max(len(text.rstrip(_REPLACEMENT)), len(text) - _LONGEST_TAIL)
-
-
-class TextStream(Detokenizer):
-    """The text up to the first `stop` string, exclusive; text that may be the beginning of one is
-    held back."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        context: Sequence[int] | np.ndarray = (),
-    ) -> None:
-        super().__init__(tokenizer, context)
-        self._stop, self._held = tuple(stop), ""
-        self.is_stopped = False  # whether a stop string has been found
-
-    def push(self, token: int) -> str:
-        """The text that becomes certain with this token; none after a stop string."""
-        return self._given(super().push(token))
-
-    def finish(self) -> str:
-        """The rest of the text, when no token follows."""
-        text = self._given(super().finish()) + self._held
-        self._held = ""
-        return text
-
-    def _given(self, new: str) -> str:
+    def _before_stop(self, new: str) -> str:
         if self.is_stopped:
             return ""
         text = self._held + new
@@ -107,6 +86,11 @@ class TextStream(Detokenizer):
         num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
+
+
+def _num_certain(text: str) -> int:
+    """Characters of `text` that no further token changes."""
+    return max(len(text.rstrip(_REPLACEMENT)), len(text) - _LONGEST_TAIL)
 
 
 def _overlap(text: str, stop: str) -> int:

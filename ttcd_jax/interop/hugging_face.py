@@ -66,10 +66,7 @@ FAMILIES = {
     ),
     "qwen2": Family("Qwen2ForCausalLM", has_qkv_bias=True, windows="by flag", defaults=_QWEN),
     "qwen3": Family(
-        "Qwen3ForCausalLM",
-        has_qk_norm=True,
-        windows="by flag",
-        defaults={**_QWEN, "head_dim": 128},
+        "Qwen3ForCausalLM", has_qk_norm=True, windows="by flag", defaults={**_QWEN, "head_dim": 128}
     ),
 }
 # By `rope_type`, the field of `RopeConfig`: its class, and the field of each of their keys.

@@ -13,9 +13,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from ttcd_jax.data.tokenizer import BOS_NAMES, EOS_NAMES, ByteTokenizer, Tokenizer
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import parse_json
-from ttcd_jax.interop.checkpoint import CONFIG, as_json, check_expressed, exported
+from ttcd_jax.interop.checkpoint import CONFIG, Params, as_json, check_expressed, exported
 from ttcd_jax.interop.hugging_face import FAMILIES, HUGGING_FACE, OWN_TYPE, ROPES, SIZES, model_of
-from ttcd_jax.interop.reference import Params
 from ttcd_jax.methods import method_named
 from ttcd_jax.methods.in_place import PrefixSettings
 from ttcd_jax.models.config import TransformerConfig

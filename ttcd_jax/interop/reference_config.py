@@ -16,11 +16,11 @@ from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.interop.checkpoint import (
     Format,
     ImportedModel,
+    Params,
     check_expressed,
     exported,
     open_checkpoint,
 )
-from ttcd_jax.interop.reference import Params
 from ttcd_jax.methods import METHODS, Method, method_named
 from ttcd_jax.methods.registry import REQUIRED, Key, Reference, Source
 from ttcd_jax.models.config import TransformerConfig

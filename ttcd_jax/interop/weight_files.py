@@ -144,10 +144,8 @@ def _stored_in(file: Path) -> dict[str, StoredTensor]:
                 f"{file}: tensor {name!r} has dtype {entry['dtype']}, only {', '.join(_DTYPES)} "
                 "are read: save the checkpoint in one of these"
             )
-    return {
-        name: StoredTensor(file, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
-        for name, entry in header.items()
-    }
+    stored = ((name, _DTYPES[x["dtype"]], tuple(x["shape"])) for name, x in header.items())
+    return {name: StoredTensor(file, dtype, shape) for name, dtype, shape in stored}
 
 
 def _open_indexed(index: Path) -> WeightFiles:
@@ -172,10 +170,8 @@ def _check_link(file: Path) -> None:
     snapshots/<revision>/ to blobs/."""
     folder = file.absolute().parent
     if file.resolve().parent not in (folder.resolve(), folder.parent.parent / "blobs"):
-        raise DataError(
-            f"{file} is a link that leaves its folder: copy the folder with the files themselves "
-            "(cp -rL)"
-        )
+        remedy = "copy the folder with the files themselves (cp -rL)"
+        raise DataError(f"{file} is a link that leaves its folder: {remedy}")
 
 
 def cast(tensors: Mapping[str, np.ndarray], kinds: Mapping[str, str]) -> dict[str, np.ndarray]:

@@ -1,10 +1,15 @@
-"""Evaluations of losses that are summed by document: their choice, intervals and differences."""
+"""Evaluations of losses that are summed by document: the choice of documents and its manifest, and
+means with their intervals and differences."""
 
 import abc
 import dataclasses
+import functools
+import hashlib
+import io
+import json
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -12,15 +17,156 @@ import numpy as np
 from scipy.special import stdtrit
 from ttcd_kernels.table import Row
 
+from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.sources import text_records
-from ttcd_jax.errors import UserError
+from ttcd_jax.data.tokenizer import Tokenizer
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import parse_json, read_arrays
 from ttcd_jax.measure.pictures import Picture, plot_lines
-from ttcd_jax.measure.selection import Selection, plain_documents, read_manifest
 from ttcd_jax.measure.task import MEMORY_OFF, MEMORY_ON, Series, Subject, Task
 from ttcd_jax.tokens import check_tokens
 
+_QUANTILES = {"p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
+_LENGTHS = (2048, 4096, 8192, 16384, 32768)
+_BLANK_TOKENS = 1024  # decoded at once
 _COVERAGE = 0.95
 _LEAST_DOCUMENTS = 5  # with an interval
+_DIFFERENCE = "Fast weights on minus off, on the same tokens: below 0 they help."
+_BAND = "Bands: 95 % intervals over documents; lower is better."
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Selection:
+    """Token ids [T] of each document, facts of the choice, and the digest of the tokenizer ("":
+    unknown)."""
+
+    documents: Sequence[np.ndarray]
+    stats: dict[str, Any]
+    tokenizer: str = ""
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    @functools.cached_property
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return {
+            "flat_tokens": np.concatenate(self.documents).astype(np.int32),
+            "lengths": np.array([ids.size for ids in self.documents], np.int32),
+            "document_stats_json": np.array(json.dumps(self.stats)),
+        }
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The sha256 of documents and facts."""
+        parts = (array.tobytes() for array in self._arrays.values())
+        return hashlib.sha256(b"".join(hashlib.sha256(x).digest() for x in parts)).hexdigest()
+
+    def manifest(self) -> bytes:
+        """An npz file with the published arrays, `flat_tokens` int32, `lengths` int32 and
+        `document_stats_json`, and the digest of the tokenizer."""
+        file, made_by = io.BytesIO(), np.array(self.tokenizer)
+        np.savez_compressed(file, allow_pickle=False, tokenizer=made_by, **self._arrays)
+        return file.getvalue()
+
+
+def plain_documents(records: Iterable[TokenRecords], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Ids [T] of the documents in order, without the bos and eos that were added to them; blank
+    ones are left out."""
+    for part in records:
+        for number, size in enumerate(part.sizes.tolist()):
+            ids = part.read(number, 0, size)
+            if not part.samples_are_rows:
+                start, stop = ids[0] == tokenizer.bos_id, ids[-1] == tokenizer.eos_id
+                ids = ids[int(start) : size - int(stop)]
+            pieces = (ids[i : i + _BLANK_TOKENS] for i in range(0, ids.size, _BLANK_TOKENS))
+            if any(tokenizer.decode(piece).strip() for piece in pieces):
+                yield ids
+
+
+def first_texts(
+    records: Iterable[TokenRecords], tokenizer: Tokenizer, num_tokens: int
+) -> Iterator[str]:
+    """The texts of the first documents, at most `num_tokens` in all."""
+    for part in records:
+        for document, size in enumerate(part.sizes):
+            if num_tokens <= 0:
+                return
+            yield tokenizer.decode(part.read(document, 0, min(int(size), num_tokens)))
+            num_tokens -= int(size)
+
+
+def select(
+    documents: Iterable[np.ndarray],
+    cut: Callable[[np.ndarray], np.ndarray],
+    *,
+    min_tokens: int,
+    max_documents: float = math.inf,
+    max_tokens: float = math.inf,
+) -> Selection:
+    """The first documents of `min_tokens` or more, each reduced by `cut`, until one of both limits
+    is reached, with the published facts about lengths. Raises `DataError` if there is none."""
+    lengths: list[int] = []
+    chosen: list[np.ndarray] = []
+    num_tokens = 0
+    for ids in documents:
+        lengths.append(ids.size)
+        if ids.size >= min_tokens:
+            chosen.append(cut(ids).astype(np.int32))
+            num_tokens += chosen[-1].size
+            if num_tokens >= max_tokens or len(chosen) >= max_documents:
+                break
+    if not chosen:
+        raise DataError(
+            f"none of {len(lengths)} documents has {min_tokens} tokens (longest: "
+            f"{max(lengths, default=0)}): take shorter rows or contexts, or name longer documents "
+            "by --text=PATH"
+        )
+    eligible = [length for length in lengths if length >= min_tokens]
+    stats = {
+        "sampled_docs": len(lengths),
+        "sampled_doc_length_quantiles": _quantiles(lengths),
+        "eligible_docs": len(eligible),
+        "eligible_total_tokens": sum(eligible),
+        "selected_total_tokens": num_tokens,
+        "min_doc_tokens": min_tokens,
+        "selected_doc_length_quantiles": _quantiles([ids.size for ids in chosen]),
+    }
+    for least in _LENGTHS:
+        stats[f"sampled_docs_ge_{least}"] = sum(length >= least for length in lengths)
+        stats[f"eligible_docs_ge_{least}"] = sum(length >= least for length in eligible)
+        stats[f"eligible_tokens_ge_{least}"] = sum(n for n in eligible if n >= least)
+    return Selection(chosen, stats)
+
+
+def _quantiles(lengths: Sequence[int]) -> dict[str, int]:
+    ordered = sorted(lengths)
+    return {name: ordered[int((len(ordered) - 1) * q)] for name, q in _QUANTILES.items()}
+
+
+def read_manifest(path: Path, tokenizer: str) -> Selection:
+    """The selection of a manifest, of `Selection.manifest` or of the authors' code, whose ids may
+    be outside the vocabulary. Raises `DataError` for a file that is none, and for one of another
+    tokenizer."""
+    try:
+        arrays = read_arrays(path)
+        tokens, lengths = arrays["flat_tokens"], arrays["lengths"]
+        stats = parse_json(str(arrays["document_stats_json"]).encode(), path)
+        made_by = str(arrays.get("tokenizer", ""))
+        arrays_are_lists = all(x.ndim == 1 and x.dtype.kind in "iu" for x in (tokens, lengths))
+        if not (arrays_are_lists and lengths.size and lengths.min() > 1):
+            raise ValueError("its arrays are of another kind")
+        if lengths.max() > tokens.size or lengths.sum(dtype=np.int64) != tokens.size:
+            raise ValueError(f"it has {tokens.size} tokens, and other lengths: {lengths[:3]}...")
+    except (LookupError, ValueError) as error:
+        raise DataError(
+            f"{path} is no manifest of documents ({error}): name the documents.npz of an evaluation"
+        ) from error
+    if made_by and tokenizer and made_by != tokenizer:
+        raise DataError(
+            f"{path} was made by another tokenizer ({made_by[:12]}) than the run's "
+            f"({tokenizer[:12]}): evaluate runs of one tokenizer together"
+        )
+    return Selection(np.split(tokens, np.cumsum(lengths[:-1])), stats, made_by or tokenizer)
 
 
 class Means(NamedTuple):
@@ -48,10 +194,6 @@ def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
         half = stdtrit(documents - 1, (1 + _COVERAGE) / 2) * np.sqrt(variance) / counts.sum(axis=0)
     half = np.where(documents >= _LEAST_DOCUMENTS, half, np.nan)
     return Means(mean, mean - half, mean + half)
-
-
-_DIFFERENCE = "Fast weights on minus off, on the same tokens: below 0 they help."
-_BAND = "Bands: 95 % intervals over documents; lower is better."
 
 
 class DocumentRecord(Protocol):
@@ -119,12 +261,12 @@ def _sums(
     """(buckets, sums of losses [documents, buckets], numbers of tokens)."""
     kept = [(name, record) for record in records if (name := bucket(record)) is not None]
     names = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in kept))}
-    documents = {record.document for _, record in kept if record.tokens} or {None}
-    numbers = {name: i for i, name in enumerate(sorted(documents, key=lambda x: x or 0))}
+    documents = sorted({record.document or 0 for _, record in kept if record.tokens})
+    numbers = {document: i for i, document in enumerate(documents)}
     nll, tokens = np.zeros((2, len(numbers), len(names)))
     for name, record in kept:
         if record.tokens:
-            index = numbers[record.document], names[name]
+            index = numbers[record.document or 0], names[name]
             nll[index] += record.nll
             tokens[index] += record.tokens
     return [*names], nll, tokens
@@ -204,6 +346,17 @@ class DocumentTask[Record: DocumentRecord](Task[Selection, Any]):
             for name, cell in cells(*curve, has_ends=has_ends).items():
                 rows.setdefault(name, {cls.key: name})[label] = cell
         return [*rows.values()]
+
+    @classmethod
+    def numbers(cls, series: Series[Record]) -> dict[str, float]:
+        """The means without their intervals."""
+        means, _ = means_of(series, operator.attrgetter(cls.key))
+        return {
+            f"{label}/{name}": float(mean)
+            for label, (names, x) in means.items()
+            for name, mean in zip(names, cls.shown(x).mean, strict=True)
+            if not math.isnan(mean)
+        }
 
     @classmethod
     def x(cls, record: Record) -> float | None:

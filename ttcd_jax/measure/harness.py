@@ -1,4 +1,4 @@
-"""lm-evaluation-harness (Gao et al.): a `Scorer` as its model, its tasks on local files.
+"""lm-evaluation-harness (Gao et al.): a `Scorer` as its model, its tasks with data in local files.
 
 Importing this module imports `lm_eval`. A process whose environment has no HF_HUB_OFFLINE and
 HF_DATASETS_OFFLINE has both from then on: a data set that is not here is an error, not a download.
@@ -8,14 +8,13 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
 import os
 import random
+import string
 import traceback
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -36,19 +35,18 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from ttcd_jax.config import LIMIT, closest
 from ttcd_jax.errors import DataError, UserError, listed
+from ttcd_jax.files import parse_json
 from ttcd_jax.inference.generate import Request
 from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.inference.text import typed
-from ttcd_jax.measure.harness_data import LocalData
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import digest
 
 _RESAMPLES = 1000  # for the standard error of what is no mean
 _of_harness = lm_eval.evaluator.evaluate
-# The harness' own tasks on the data sets that `LocalData` knows; all others are read when a name is
-# none of them, which takes seconds.
-_OWN = ("hellaswag", "arc", "mmlu")
-_FOLDERS = [Path(lm_eval.tasks.__file__).with_name(x) for x in _OWN]
+# The harness' own tasks on the data sets of `_SOURCES`; all others are read when a name is none of
+# them, which takes seconds.
+_FOLDERS = [Path(lm_eval.tasks.__file__).with_name(x) for x in ("hellaswag", "arc", "mmlu")]
 # Those that need transformers, another tokenizer than the run's, and downloads.
 _OURS = ("lm_eval.tasks.ruler.", "lm_eval.tasks.babilong.")
 _COMMANDS = (
@@ -60,6 +58,8 @@ _OFF = [("top_k", 0), ("top_k", -1), ("num_beams", 1), ("num_return_sequences", 
 _OFF += [("length_penalty", 1), ("typical_p", 1), ("no_repeat_ngram_size", 0), ("use_cache", True)]
 _OFF += [("presence_penalty", 0), ("frequency_penalty", 0), ("early_stopping", False), ("n", 1)]
 _SETTINGS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
+_MAX_LINE = 2**24  # bytes
+_TEXTS = ("question", "subject", "activity_label", "ctx_a", "ctx_b")
 
 
 class ScorerLM(TemplateLM):
@@ -93,8 +93,10 @@ class ScorerLM(TemplateLM):
         pairs: list[Any] = [request.args for request in requests]
         for context, answer in pairs:
             if not self.tok_encode(answer):
-                pair = f"the answer {answer!r} to {context[-60:]!r}"
-                raise UserError(f"{pair} has no token, so no likelihood: leave the question out")
+                raise UserError(
+                    f"the answer {answer!r} to {context[-60:]!r} has no token, so no likelihood: "
+                    "leave the question out"
+                )
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
@@ -127,15 +129,16 @@ class ScorerLM(TemplateLM):
         return [-float(x.losses.astype(np.float64).sum()) for x in self._scorer.losses(rows)]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        rows = [self._request(i, *request.args) for i, request in enumerate(requests)]
+        asked: list[Any] = [request.args for request in requests]
+        rows = [
+            Request(tokens=self.tok_encode(context), **_generation(settings, index))
+            for index, (context, settings) in enumerate(asked)
+        ]
         return self._scorer.generate(rows)
 
     def _row(self, tokens: list[int]) -> np.ndarray:
         bos = self._tokenizer.bos_id
         return np.asarray(tokens if tokens[:1] == [bos] else [bos, *tokens], np.int64)
-
-    def _request(self, index: int, context: str, settings: Mapping[str, Any]) -> Request:
-        return Request(tokens=self.tok_encode(context), **_generation(settings, index))
 
 
 def _generation(settings: Mapping[str, Any], index: int = 0) -> dict[str, Any]:
@@ -215,20 +218,15 @@ class Refusals(contextlib.AbstractContextManager[None]):
             raise UserError(f"the harness {self._text} ({cause}){remedy}") from error
 
 
-class Items(list[tuple[str, int]]):
-    """The (task, index) of what is asked, at most `limit` of a task; `loaded` as
+class Items(list[tuple[str, str]]):
+    """The (task, question) of what is asked, at most `limit` of a task; `loaded` as
     `TaskManager.load` returns it."""
 
     def __init__(self, loaded: Any, limit: float | None) -> None:
-        sizes = {name: get_sample_size(x, limit) for name, x in loaded["tasks"].items()}
-        docs = {name: loaded["tasks"][name].eval_docs for name in sizes}
-        self._asked = {x: [*itertools.islice(docs[x], size)] for x, size in sizes.items()}
-        super().__init__((name, i) for name, x in self._asked.items() for i in range(len(x)))
+        for name, task in loaded["tasks"].items():
+            asked = itertools.islice(task.eval_docs, get_sample_size(task, limit))
+            self += [(name, str(question)) for question in asked]
         self.loaded, self.limit = loaded, limit
-
-    def documents(self) -> dict[str, list[str]]:
-        """What is asked, by task."""
-        return {name: [*map(str, asked)] for name, asked in self._asked.items()}
 
 
 def load_tasks(
@@ -248,10 +246,17 @@ def load_tasks(
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"--include_path={include_path} is no folder")
+    if data is not None and not Path(data).is_dir():
+        raise DataError(f"--data={data} is no folder")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is chosen here
     datasets.disable_progress_bars()
-    index = (manager := _manager(names, include_path, dict(metadata or {}))).task_index
-    local = LocalData(data)
+    more: list[str | Path] = [] if include_path is None else [include_path]
+    manager = functools.partial(lm_eval.tasks.TaskManager, metadata=dict(metadata or {}))
+    known = manager(include_path=[*_FOLDERS, *more], include_defaults=False)
+    if not known.task_index.keys() >= {*names}:
+        known = manager(include_path=more)
+    splits = functools.cache(functools.partial(_splits, data))
+    index, local = known.task_index, functools.partial(_local_fields, data, splits)
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)  # noqa: NPY002  # where tasks draw
     remedy = ": its data are files of --data=FOLDER (docs/evaluation.md), or in datasets' cache"
@@ -260,39 +265,32 @@ def load_tasks(
             if name not in index:
                 raise UserError(f"the harness has no task {name!r}{closest(name, [*index])}")
             _localize(index, name, local)
-        loaded = manager.load([*names])
+        loaded = known.load([*names])
     for task in loaded["tasks"].values():
         _set_fewshot(task, num_fewshot)
     return Items(loaded, limit)
 
 
-def _manager(
-    names: Sequence[str], include_path: str | None, metadata: dict[str, Any]
-) -> lm_eval.tasks.TaskManager:
-    more: list[str | Path] = [] if include_path is None else [include_path]
-    manager = functools.partial(lm_eval.tasks.TaskManager, metadata=metadata)
-    own = manager(include_path=[*_FOLDERS, *more], include_defaults=False)
-    is_own = all(name in own.task_index for name in names)
-    return own if is_own else manager(include_path=more)
+type _Row = dict[str, Any]
 
 
-def _localize(index: dict[str, Any], name: str, data: LocalData) -> None:
+def _localize(index: dict[str, Any], name: str, local: Callable[[_Row], _Row]) -> None:
     """Makes a task, or the members of a group or tag, take local rows; members that have none are
     left out. Raises `UserError` where none is left, `DataError` for a damaged file."""
     if (entry := index.get(name)) is None:  # defined inside of its group
         return
     if entry.kind.name not in ("GROUP", "TAG"):
-        local = data.fields(entry.cfg or {})
-        if local and entry.yaml_path is not None:
+        fields = local(entry.cfg or {})
+        if fields and entry.yaml_path is not None:
             config = load_yaml(entry.yaml_path, resolve_func=True)
-            entry.cfg, entry.yaml_path = config | local, None
+            entry.cfg, entry.yaml_path = config | fields, None
         return
     members, kept, reason = sorted(entry.tags) or entry.cfg["task"], [], None
     for member in members:
         inner = member if isinstance(member, str) else member.get("task", member.get("group"))
         try:
             if isinstance(inner, str):
-                _localize(index, inner, data)
+                _localize(index, inner, local)
             kept.append(member)
         except DataError:
             raise
@@ -313,7 +311,6 @@ def _set_fewshot(task: Any, num_fewshot: int | None) -> None:
     own = task.get_config("num_fewshot")
     shots = own or 0 if own == 0 or num_fewshot is None else num_fewshot
     task.set_config(key="num_fewshot", value=shots)
-    task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     examples = task.fewshot_cfg
     is_apart = task.has_training_docs() or (task.has_validation_docs() and task.has_test_docs())
     if shots and not (is_apart or examples.split or examples.samples):
@@ -323,56 +320,102 @@ def _set_fewshot(task: Any, num_fewshot: int | None) -> None:
         )
 
 
-def measure(items: Items, scorer: Scorer) -> list[dict[str, Any]]:
-    """A record for every metric of every task and group, members after their group, `depth` groups
-    down. `chance` is the accuracy that guessing reaches, None where there are no choices."""
-    loaded = items.loaded
-    for task in loaded["tasks"].values():
+def measure(items: Items, scorer: Scorer) -> Any:
+    """The results of `lm_eval.evaluator.evaluate`."""
+    tasks = items.loaded["tasks"]
+    for task in tasks.values():
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     options: Any = {"limit": items.limit, "bootstrap_iters": _RESAMPLES, "log_samples": False}
     try:
-        with Refusals(f"cannot measure {', '.join(loaded['tasks'])}"):
-            results: Any = evaluate(ScorerLM(scorer), loaded, **options)
+        with Refusals(f"cannot measure {', '.join(tasks)}"):
+            return evaluate(ScorerLM(scorer), items.loaded, **options)
     except jinja2.TemplateError as error:
         raise DataError(f"a row does not fit the prompt of its task ({error})") from error
-    members = results["group_subtasks"]
-    inner = {name for names in members.values() for name in names}
-    roots = [name for name in (*loaded["tasks"], *members) if name not in inner]
-    records = [record for name in roots for record in _records(name, 0, loaded, results)]
-    if not records:
-        raise UserError(f"the harness measures nothing of {listed(roots)}: check their metrics")
-    return records
 
 
-def _records(name: str, depth: int, loaded: Any, results: Any) -> Iterator[dict[str, Any]]:
-    """Those of a task, or of a group and its members."""
-    values, group = results["results"][name], loaded["groups"].get(name)
-    tasks = [loaded["tasks"][name]] if group is None else group.get_all_tasks()
-    # The reciprocal number of choices of every item.
-    chances = [
-        1 / count
-        for task in tasks
-        if task.OUTPUT_TYPE == "multiple_choice"
-        for count in Counter(instance.doc_id for instance in task.instances).values()
-    ]
-    for key, value in values.items():
-        metric, comma, kind = key.partition(",")
-        if comma and not metric.endswith("_stderr") and _number(value) is not None:
-            is_choice = chances and metric in ("acc", "acc_norm")
-            yield {
-                "task": name,
-                "metric": metric if kind == "none" else f"{metric} ({kind})",
-                "value": _number(value),
-                "stderr": _number(values.get(f"{metric}_stderr,{kind}")),
-                "chance": sum(chances) / len(chances) if is_choice else None,
-                "items": sum(results["n-samples"][task.task_name]["effective"] for task in tasks),
-                "examples": max(task.get_config("num_fewshot") for task in tasks),
-                "depth": depth,
-            }
-    for member in () if group is None else group.child_names:
-        yield from _records(member, depth + 1, loaded, results)
+class _Source(NamedTuple):
+    """The files of a data set: `<stem>.jsonl` for its `scored` split, `<stem>_<split>.jsonl`
+    for any. `read` makes of a line (row as on the hub, choices, answer)."""
+
+    stem: str
+    scored: str
+    read: Callable[[_Row], tuple[_Row, list[Any], Any]]
 
 
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    return float(value) if is_number else None
+def _hellaswag(row: _Row) -> tuple[_Row, list[Any], Any]:
+    names, label = ("activity_label", "ctx_a", "ctx_b", "endings"), int(row["label"])
+    return {name: row[name] for name in names} | {"label": label}, row["endings"], label
+
+
+def _arc(row: _Row) -> tuple[_Row, list[Any], Any]:
+    """As on the hub, or with a list of `choices` and the index `gold`."""
+    if isinstance(choices := row["choices"], dict):
+        answer = choices["label"].index(row["answerKey"])
+    else:
+        labels = [*string.ascii_uppercase[: len(choices)]]
+        choices, answer = {"text": choices, "label": labels}, row["gold"]
+    key = {"question": row["question"], "answerKey": choices["label"][answer]}
+    return key | {"choices": choices}, choices["text"], answer
+
+
+def _mmlu(row: _Row) -> tuple[_Row, list[Any], Any]:
+    if len(row["choices"]) != 4:
+        raise ValueError("there are not four choices")
+    names = ("subject", "question", "choices", "answer")
+    return {name: row[name] for name in names}, row["choices"], row["answer"]
+
+
+_SOURCES = {
+    ("Rowan/hellaswag", None): _Source("hellaswag", "validation", _hellaswag),
+    ("allenai/ai2_arc", "ARC-Easy"): _Source("arc_easy", "test", _arc),
+    ("allenai/ai2_arc", "ARC-Challenge"): _Source("arc_challenge", "test", _arc),
+    ("cais/mmlu", None): _Source("mmlu", "test", _mmlu),
+}
+
+
+def _local_fields(
+    folder: str | None, splits: Callable[[_Source], dict[str, list[_Row]]], config: _Row
+) -> _Row:
+    """Replacements for fields of a task's configuration, none for a data set without a file here.
+    Raises `UserError` for a task that has no row to score, `DataError` for a row of another data
+    set."""
+    path, name = config.get("dataset_path"), config.get("dataset_name")
+    source = _SOURCES.get((path, name)) or _SOURCES.get((path, None))
+    if source is None or not (local := splits(source)):
+        return {}
+    chosen = {x: [row for row in y if row.get("subject", name) == name] for x, y in local.items()}
+    found = {split: datasets.Dataset.from_list(rows) for split, rows in chosen.items() if rows}
+    if source.scored not in found:
+        raise UserError(f"--data={folder} has no row of {config['task']} to score")
+    uses = ("training_split", "validation_split", "fewshot_split")
+    unused = {use: None for use in uses if config.get(use) not in found}
+    return {"custom_dataset": lambda **_: found} | unused
+
+
+def _splits(folder: str | None, source: _Source) -> dict[str, list[_Row]]:
+    """The rows of a data set by split, from the files of `folder`."""
+    if folder is None:
+        return {}
+    names = ("train", "validation", "dev", "test")
+    paths = {x: Path(folder, f"{source.stem}_{x}.jsonl") for x in names}
+    if (plain := Path(folder, f"{source.stem}.jsonl")).exists():
+        paths[source.scored] = plain
+    return {x: [*_rows(path, source)] for x, path in paths.items() if path.exists()}
+
+
+def _rows(path: Path, source: _Source) -> Iterator[_Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE), b""), start=1):
+            where = f"{path}, line {number}"
+            values = parse_json(line, Path(where))
+            try:
+                row, choices, answer = source.read(values)
+                texts = [*choices, *(row[name] for name in _TEXTS if name in row)]
+                is_text = all(isinstance(text, str) for text in texts)
+                if not is_text or not all(map(str.strip, choices)):
+                    raise ValueError("a text is missing or no string")
+                if type(answer) is not int or not 0 <= answer < len(choices):
+                    raise ValueError(f"the answer {answer!r} is none of {len(choices)} choices")
+            except (LookupError, TypeError, ValueError) as error:
+                raise DataError(f"{where} is no row of {source.stem}: {error!r}") from error
+            yield row

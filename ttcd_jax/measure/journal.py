@@ -1,6 +1,7 @@
 """Answers of an unfinished evaluation on disk, and a line of its progress."""
 
 import hashlib
+import itertools
 import json
 import sys
 import time
@@ -54,7 +55,10 @@ class Journal:
             for path in sorted(self._folder.glob(f"{key}.*")):
                 arrays |= _content(path, key)
         if jax.process_count() > 1:
-            arrays = load(_of_first_process(save(arrays)))
+            data = np.frombuffer(save(arrays), np.uint8)
+            size = int(multihost_utils.broadcast_one_to_all(np.array(data.size)))
+            data = multihost_utils.broadcast_one_to_all(np.resize(data, size))
+            arrays = load(np.asarray(data).tobytes())
         return _answers(arrays)
 
     def add(self, key: str, batch: int, answers: list[Answer]) -> None:
@@ -74,10 +78,9 @@ class Journal:
         if not waiting:
             return
         content = save(waiting)
-        digest = hashlib.sha256(key.encode() + content).digest()
         path = self._folder / f"{key}.{next(iter(waiting)).partition('/')[0]}"
         try:
-            write_whole(path, digest + content)
+            write_whole(path, hashlib.sha256(key.encode() + content).digest() + content)
         except UserError as error:
             if not self._has_failed:
                 logging.warning("an interruption would repeat what is evaluated now: %s", error)
@@ -105,24 +108,12 @@ def _answers(arrays: dict[str, np.ndarray]) -> dict[int, list[Answer]]:
     for name in arrays:
         batch, _, field = name.partition("/")
         if field == "sizes":
-            fields = [arrays[f"{batch}/{i}"] for i in range(_num_fields(arrays, batch))]
+            names = (f"{batch}/{i}" for i in itertools.count())
+            fields = itertools.takewhile(arrays.__contains__, names)
             ends = np.cumsum(arrays[name])[:-1]
-            parts = (np.split(values, ends) for values in fields)
+            parts = (np.split(arrays[x], ends) for x in fields)
             found[int(batch)] = [*zip(*parts, strict=True)]
     return found
-
-
-def _num_fields(arrays: dict[str, np.ndarray], batch: str) -> int:
-    return sum(name.partition("/")[0] == batch for name in arrays) - 1
-
-
-def _of_first_process(data: bytes) -> bytes:
-    """`data` of the first process, in all."""
-    size = int(multihost_utils.broadcast_one_to_all(np.array(len(data))))
-    own = np.zeros(size, np.uint8)
-    if jax.process_index() == 0:
-        own[:] = np.frombuffer(data, np.uint8)
-    return np.asarray(multihost_utils.broadcast_one_to_all(own)).tobytes()
 
 
 class RowProgress:
@@ -140,8 +131,7 @@ class RowProgress:
     def add(self, num_rows: int, work: float) -> None:
         """Notes the end of a batch, and shows the line if it is time."""
         self._done, self._finished = self._done + num_rows, self._finished + work
-        left = self._progress.left(self._finished)
-        now = self._progress.last[1]
+        left, now = self._progress.left(self._finished), self._progress.last[1]
         if now - self._shown >= (_LIVE_SECONDS if self._progress.is_live else _LOG_SECONDS):
             self._shown = now
             self._show(left and f", {left}")

@@ -4,12 +4,11 @@ jinja2 is optional: without it there is no page, and a warning.
 """
 
 import base64
-import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import logging
 from ttcd_kernels.table import Row, cells
@@ -53,14 +52,15 @@ def write_page(
         path.unlink(missing_ok=True)
         logging.warning("no page: jinja2 is missing, install ttcd_jax[report]")
         return
-    folder, blocks = (
-        jinja2.FileSystemLoader(Path(__file__).parent),
-        ("trim_blocks", "lstrip_blocks"),
-    )
     drawn = [(x, [y for y in x.pictures if (path.parent / y.path).exists()]) for x in sections]
     sections = [section._replace(pictures=pictures) for section, pictures in drawn]
-    options: dict[str, Any] = {"undefined": jinja2.StrictUndefined} | dict.fromkeys(blocks, True)
-    environment = jinja2.Environment(loader=folder, autoescape=True, **options)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     colours = dict(colours or {})
     environment.globals.update(
         cells=cells,
@@ -89,9 +89,5 @@ def _grouped(names: Sequence[str], runs: Sequence[str]) -> list[tuple[str, list[
 
 def published(task: str) -> list[Published]:
     """The published tables of a task; none for a task that the paper has no numbers of."""
-    return [Published(table["title"], table["rows"]) for table in _tables().get(task, [])]
-
-
-@functools.cache
-def _tables() -> dict[str, list[dict]]:
-    return json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
+    tables = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
+    return [Published(**table) for table in tables.get(task, [])]

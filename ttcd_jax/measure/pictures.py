@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -21,7 +20,7 @@ from ttcd_jax.files import write_whole
 # which is too pale for a line on white. Markers differ too, for print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^vPX"
-STYLE: dict[Any, Any] = {
+_STYLE: dict[Any, Any] = {
     "text.parse_math": False,
     "font.size": 11,
     "axes.titlesize": 13,
@@ -89,16 +88,13 @@ def looks(names: Sequence[str]) -> list[Look]:
 def plot_lines(
     path: Path,
     *,
-    title: str,
-    x_label: str,
-    y_label: str,
     series: Mapping[str, tuple[Sequence[Any], Sequence[float | None]]],
-    bands: Mapping[str, Sequence[Sequence[float]]] = MappingProxyType({}),
-    chance: float | None = None,
+    bands: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    **labels: Any,
 ) -> None:
-    """A PNG with a line of (x, y) per series over a logarithmic x axis, and a dashed one at
-    `chance`; ticks at powers of two, as 4K for 4096, and nowhere else if all values are; names as x
-    are at equal distances; None leaves a gap. `bands`: (low, high) of series."""
+    """A PNG with a line of (x, y) per series over a logarithmic x axis; ticks at powers of two, as
+    4K for 4096, and nowhere else if all values are; names as x are at equal distances; None leaves
+    a gap. `bands`: (low, high) of series; `labels`: of `_save_picture`."""
 
     def draw(axes: Any) -> None:
         for look, (name, (x, y)) in zip(looks([*series]), series.items(), strict=True):
@@ -106,12 +102,12 @@ def plot_lines(
             style = {"color": look.colour, "linestyle": look.dashes, "marker": marker}
             heights = [math.nan if value is None else value for value in y]
             axes.plot(x, heights, markersize=5, label=name, **style)
-            if name in bands:
+            if bands and name in bands:
                 axes.fill_between(x, *bands[name], color=look.colour, alpha=0.15, linewidth=0)
-        if any(isinstance(value, str) for x, _ in series.values() for value in x):
+        shown = [point for x, y in series.values() for point in zip(x, y, strict=True)]
+        if any(isinstance(place, str) for place, _ in shown):
             return
-        shown = (zip(x, y, strict=True) for x, y in series.values())
-        ticks = sorted({place for points in shown for place, y in points if y is not None})
+        ticks = sorted({place for place, y in shown if y is not None})
         if not ticks or ticks[-1] <= 0:
             return  # no point that a logarithmic axis can show
         axes.set_xscale("log", base=2)
@@ -120,40 +116,37 @@ def plot_lines(
         if all(tick >= 1 and math.log2(tick).is_integer() for tick in ticks):
             axes.set_xticks(ticks)
 
-    _save_picture(path, draw, title, x_label, y_label, chance)
+    _save_picture(path, draw, **labels)
 
 
 def plot_bars(
     path: Path,
     *,
-    title: str,
-    x_label: str,
-    y_label: str,
     groups: Sequence[Any],
     series: Mapping[str, Sequence[float | None]],
-    chance: float | None = None,
+    **labels: Any,
 ) -> None:
-    """A PNG with a bar per series in every group, n/a for None, and a dashed line at `chance`."""
+    """A PNG with a bar per series in every group, n/a for None; `labels`: of `_save_picture`."""
 
     def draw(axes: Any) -> None:
         width = 0.8 / max(len(series), 1)
-        appearance = looks([*series])
-        for index, (name, values) in enumerate(series.items()):
+        shown = zip(looks([*series]), series.items(), strict=True)
+        for index, (look, (name, values)) in enumerate(shown):
             places = [group - 0.4 + (index + 0.5) * width for group in range(len(groups))]
-            style = {"color": appearance[index].colour, "hatch": appearance[index].hatch}
+            style = {"color": look.colour, "hatch": look.hatch, "edgecolor": "white"}
             heights = [value or 0 for value in values]
-            bars = axes.bar(places, heights, 0.92 * width, edgecolor="white", label=name, **style)
+            bars = axes.bar(places, heights, 0.92 * width, label=name, **style)
             numbers = "{:.3g}" if len(series) * len(groups) <= MAX_LABELLED_BARS else ""
-            labels = ["n/a" if value is None else numbers.format(value) for value in values]
+            texts = ["n/a" if value is None else numbers.format(value) for value in values]
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-            axes.bar_label(bars, labels, padding=3, fontsize=9, bbox=box, zorder=3)
+            axes.bar_label(bars, texts, padding=3, fontsize=9, bbox=box, zorder=3)
         names = [str(group) for group in groups]
         slant = {"rotation": 25, "ha": "right"} if sum(map(len, names)) > 70 else {}
         axes.set_xticks(range(len(names)), names, **slant)
         axes.grid(visible=False, axis="x")
         axes.margins(y=0.12)
 
-    _save_picture(path, draw, title, x_label, y_label, chance)
+    _save_picture(path, draw, **labels)
 
 
 def plot_heat_map(
@@ -190,13 +183,14 @@ def plot_heat_map(
 def _save_picture(
     path: Path,
     draw: Callable[[Any], None],
+    *,
     title: str,
     x_label: str,
     y_label: str,
     chance: float | None = None,
 ) -> None:
     """A picture of one panel, 1600 x 900 pixels, higher under more than three lines of legend;
-    legible at half its size."""
+    legible at half its size; with a dashed line at `chance`."""
 
     def fill(figure: Any) -> None:
         axes = figure.subplots()
@@ -216,12 +210,7 @@ def _save_picture(
 
 
 def save_figure(
-    path: Path,
-    draw: Callable[[Any], None],
-    *,
-    size: tuple[float, float],
-    dpi: int,
-    style: Mapping[Any, Any] = STYLE,
+    path: Path, draw: Callable[[Any], None], *, size: tuple[float, float], dpi: int
 ) -> None:
     """A PNG of the figure of `size` inches that `draw` fills; without matplotlib none, not even an
     older one, and a warning."""
@@ -234,7 +223,7 @@ def save_figure(
         logging.log_first_n(logging.WARNING, message, 1)
         return
     # A bare Figure draws with Agg and keeps no global state, unlike pyplot.
-    with matplotlib.rc_context(dict(style)):
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
         content = io.BytesIO()

@@ -4,6 +4,8 @@ import csv
 import dataclasses
 import hashlib
 import io
+import itertools
+import json
 import math
 import re
 import shutil
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 from absl import logging
+from jax.experimental import multihost_utils
 from ttcd_kernels.table import Row
 
 from ttcd_jax.config import read_fields
@@ -22,6 +25,7 @@ from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.page import Section, published
 from ttcd_jax.measure.task import Series, Subject, Task, find_task
 from ttcd_jax.sharding.distributed import agree
+from ttcd_jax.terminal import say
 
 FILE = "results.json"
 _UNFINISHED = ".unfinished"  # in the folder of results: the journal of answers
@@ -55,11 +59,6 @@ class Results:
     def table(self) -> list[Row]:
         return self.task.table(self.series) if self.series else []
 
-    def section(self, output: Path) -> Section:
-        """The section of a page, whose pictures are drawn into `output`."""
-        pictures = self.task.pictures(output, self.series, self.chance)
-        return Section(self.task.title, self.table, pictures, published(self.task.name))
-
     def renamed(self, label: str, name: str) -> "Results":
         """The results with series of a run called `name` instead of `label`."""
         series = {
@@ -78,16 +77,10 @@ class Results:
     def write(self) -> Path:
         """Writes `results.json` (everything), `results.csv` (all series in one table) and the
         pictures of the task; returns their folder."""
-        table = io.StringIO()
-        rows = [
-            {"series": label} | record._asdict()
-            for label, records in self.series.items()
-            for record in records
-        ]
-        rows = [{name: _cell(value) for name, value in row.items()} for row in rows]
-        writer = csv.DictWriter(table, fieldnames=[*rows[0]])
-        writer.writeheader()
-        writer.writerows(rows)
+        rows = ((label, *x) for label, records in self.series.items() for x in records)
+        writer = csv.writer(table := io.StringIO())
+        writer.writerow(["series", *self.task.record._fields])  # pyright: ignore
+        writer.writerows([_cell(value) for value in row] for row in rows)
         write_whole(self.path / "results.csv", table.getvalue())
         write_json(self.path / FILE, self.to_dict())
         self.task.pictures(self.path, self.series, self.chance)
@@ -98,7 +91,8 @@ class Results:
 def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None) -> Results:
     """The records of every variant of a model, with their task, run and step. Answers are kept in
     the folder of results (a name in `eval` of the run, or a path; None: `folder_name`) until
-    `Results.write`, so that the same evaluation goes on after an interruption. Raises `UserError`
+    `Results.write`, so that the same evaluation goes on after an interruption; what was measured
+    with the same options, at this step and on these cases is not measured again. Raises `UserError`
     where the results would replace another model's."""
     result = Results(
         task=type(task),
@@ -111,10 +105,14 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     )
     old = _replaced(result)
     rows = task.rows(subject)
-    result = dataclasses.replace(result, measured_on=task.measured_on(rows, subject))
+    measured_on = task.measured_on(rows, subject)
     mesh = {"mesh": str(jax.sharding.get_mesh().shape)}
-    agree("evaluation", result.options | result.to_dict() | mesh)
-    if old is not None and differing([old.measured_on, result.measured_on]):
+    agree("evaluation", result.options | result.to_dict() | {"measured_on": measured_on} | mesh)
+    is_measured = old is not None and _key(old) == _key(result) and old.measured_on == measured_on
+    if multihost_utils.broadcast_one_to_all(is_measured):
+        say(f"measured before: remove {result.path} to measure it again")
+        return old or result
+    if old is not None and differing([old.measured_on, measured_on]):
         text = "%s was measured on other text, or other rows of it: it is replaced"
         logging.warning(text, old.path / FILE)
     if jax.process_index() == 0:
@@ -125,6 +123,7 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     _check_finite(task, series, step)
     return dataclasses.replace(
         result,
+        measured_on=measured_on,
         rows=len(rows if isinstance(rows, list) else jax.tree.leaves(rows)[0]),
         facts=task.facts(rows),
         chance=task.chance(subject),
@@ -132,18 +131,24 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     )
 
 
+def _key(results: Results) -> str:
+    """The step and the options, the rows of a batch apart."""
+    options = {name: x for name, x in results.options.items() if name != "batch_size"}
+    return json.dumps([results.step, options], sort_keys=True)
+
+
 def _check_finite(task: Task, series: Series[Any], step: int) -> None:
     """Raises `NonFiniteError` for measures that JSON has no number for, `UserError` for none."""
     if not all(series.values()):
         raise UserError(f"task {task.name} finds nothing to measure in these rows: take others")
-    records = ((label, record._asdict()) for label in series for record in series[label])
-    found = ((*where, *item) for where in records for item in where[1].items())
-    for label, record, name, value in found:
-        if isinstance(value, float) and not math.isfinite(value):
-            raise NonFiniteError(
-                f"task {task.name}: {name} of {label} is {value} at step {step}, in the "
-                f"record {record}: the model diverged, evaluate an earlier --step"
-            )
+    for label, record in ((x, record._asdict()) for x in series for record in series[x]):
+        for name, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise NonFiniteError(
+                    f"task {task.name}: {name} of {label} is {value} at step {step}, in the "
+                    f"record {record}: the model diverged, evaluate an earlier --step (a task of "
+                    "your own: None for the mean of nothing)"
+                )
 
 
 def _replaced(result: Results) -> Results | None:
@@ -151,10 +156,10 @@ def _replaced(result: Results) -> Results | None:
     for those of a model under another label or changes."""
     path = result.path / FILE
     try:
-        old = read_results(path) if path.exists() else None
-    except DataError:
+        old = read_results(path)
+    except DataError:  # there is none, too
         return None
-    for name in ("label", "changes") if old is not None else ():
+    for name in ("label", "changes"):
         if (found := getattr(old, name)) != (wanted := getattr(result, name)):
             raise UserError(
                 f"{path} is of {name} {found!r}, not {wanted!r}: choose another --label"
@@ -228,8 +233,8 @@ def read_all_results(run_dirs: Sequence[Path]) -> dict[str, list[Results]]:
 
 def _label(results: Sequence[Results], run_dir: Path) -> str:
     """The label of a run: the shortest of its results, of the unchanged model if there are any."""
-    found = sorted((bool(x.changes), len(x.label), x.label) for x in results)
-    return found[0][-1] if results else run_dir.name
+    found = ((bool(x.changes), len(x.label), x.label) for x in results)
+    return min(found, default=(run_dir.name,))[-1]
 
 
 def merged(results: Sequence[Results]) -> Results:
@@ -276,9 +281,11 @@ def task_sections(runs: Mapping[str, list[Results]], output: Path) -> list[Secti
     """A section for each task that some run was evaluated on, those of the lowest `rank` first;
     their pictures are drawn into `output`. `runs` is that of `read_all_results`."""
     found: dict[type[Task], list[Results]] = {}
-    for result in (result for results in runs.values() for result in results):
+    for result in itertools.chain.from_iterable(runs.values()):
         found.setdefault(result.task, []).append(result)
-    return [
-        merged(found[task]).section(output)
-        for task in sorted(found, key=lambda x: (x.rank, x.name))
-    ]
+    sections = []
+    for task in sorted(found, key=lambda x: (x.rank, x.name)):
+        whole = merged(found[task])
+        pictures = task.pictures(output, whole.series, whole.chance)
+        sections.append(Section(task.title, whole.table, pictures, published(task.name)))
+    return sections

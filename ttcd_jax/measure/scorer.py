@@ -26,7 +26,7 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.inference.advance import head_weight
 from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.inference.model import InferenceModel, inference_model
-from ttcd_jax.inference.prefill import newest_hidden, stream
+from ttcd_jax.inference.prefill import stream
 from ttcd_jax.inference.state import InferenceState, abstract_state, start_state, state_axes
 from ttcd_jax.measure.journal import Answer, Journal, RowProgress
 from ttcd_jax.models.config import TransformerConfig, memory_chunk
@@ -119,17 +119,16 @@ class Scorer:
         shapes = _pass_sizes([size for size in sizes if size <= ONE_PASS])
 
         def answers(index: list[int], num_rows: int) -> list[Answer]:
-            lengths = np.zeros(num_rows, np.int32)
-            lengths[: len(index)] = [sizes[i] for i in index]
-            length, read = longest, self._in_one_pass
+            lengths = _filled([sizes[i] for i in index], num_rows)
+            length, is_streamed = longest, self._is_streamed and lengths.max() > ONE_PASS
             if self._is_streamed:
-                length = int(lengths.max())
-                if length > ONE_PASS:
-                    read = self._streamed
-                else:
-                    length = min(shape for shape in shapes if shape >= length)
+                most = int(lengths.max())
+                length = most if is_streamed else min(shape for shape in shapes if shape >= most)
             tokens = _padded([rows[i] for i in index], num_rows, length + 1)
-            losses, is_hit = read(tokens, lengths)
+            if is_streamed:
+                losses, is_hit = self._streamed(self._state(num_rows, length + 1), tokens, lengths)
+            else:
+                losses, is_hit = self._in_one_pass(tokens, lengths)
             return [(losses[i, :n], is_hit[i, :n]) for i, n in enumerate(lengths[: len(index)])]
 
         found = self._answers("losses", sizes, (row.astype(np.int64) for row in rows), answers)
@@ -139,39 +138,54 @@ class Scorer:
         """The likelihood of every (context, continuation), tokens [C] and [T], each of at least one
         token. Equal contexts are read once, except few short ones."""
         pairs = [(np.asarray(context), np.asarray(rest)) for context, rest in requests]
-        for tokens in itertools.chain(*pairs):
-            check_tokens(tokens, self.model.config.vocab_size)
         if not all(len(context) for context, _ in pairs):
             raise UserError("a context is empty: give it at least one token, bos for example")
         if empty := [index for index, (_, rest) in enumerate(pairs) if not len(rest)]:
             raise UserError(f"continuation {empty[0]} is empty and has no likelihood: leave it out")
+        rows = [np.concatenate(pair) for pair in pairs]
         groups: dict[bytes, list[int]] = {}
         for index, (context, _) in enumerate(pairs):
+            check_tokens(rows[index], self.model.config.vocab_size)
             groups.setdefault(context.astype(np.int64).tobytes(), []).append(index)
         members = list(groups.values())
-        rows = [np.concatenate(pair) for pair in pairs]
         repeated = sum(len(pairs[i][0]) for group in members for i in group[1:])
         is_short = max(map(len, rows), default=0) <= ONE_PASS and repeated <= MAX_REPEATED
         if is_short or not self._is_streamed:
-            ends = [slice(len(context) - 1, None) for context, _ in pairs]
-            scores = zip(self.losses(rows), ends, strict=True)
-            return [_likelihood(x[end], y[end]) for (x, y), end in scores]
+            scores = zip(self.losses(rows), pairs, strict=True)
+            return [_likelihood(x[-len(rest) :], y[-len(rest) :]) for (x, y), (_, rest) in scores]
         sizes = [
             len(pairs[group[0]][0]) + sum(len(pairs[i][1]) for i in group) for group in members
         ]
 
         def answers(index: list[int], num_rows: int) -> list[Answer]:
-            chosen = [[pairs[i] for i in members[group]] for group in index]
-            found = self._continued(chosen, num_rows)
-            return [tuple(map(np.array, zip(*group, strict=True))) for group in found]
+            """A context is read up to its last token, which begins every continuation."""
+            chosen, found = [members[group] for group in index], {}
+            contexts = [pairs[group[0]][0] for group in chosen]
+            lengths = _filled([len(context) - 1 for context in contexts], num_rows)
+            most = max(len(rows[i]) for group in chosen for i in group)
+            state, tokens = self._state(num_rows, most), _padded(contexts, num_rows, most)
+            for _, _, after in stream(self.inference, state, tokens, lengths, **self._size):
+                state = after
+            ends = [(g, i, rows[i][lengths[g] :]) for g, group in enumerate(chosen) for i in group]
+            ends.sort(key=lambda end: -len(end[2]))
+            for part in itertools.batched(ends, num_rows):
+                before = _taken(state, _filled([group for group, _, _ in part], num_rows))
+                sizes = _filled([len(end) - 1 for _, _, end in part], num_rows)
+                tokens = _padded([end for _, _, end in part], num_rows, int(sizes.max()) + 1)
+                scores = self._streamed(before, tokens, sizes)
+                for row, (_, i, _) in enumerate(part):
+                    found[i] = _likelihood(*(field[row, : sizes[row]] for field in scores))
+            groups = ([found[i] for i in group] for group in chosen)
+            return [tuple(map(np.array, zip(*group, strict=True))) for group in groups]
 
         content = (array.astype(np.int64) for pair in pairs for array in pair)
         found = self._answers("loglikelihoods", sizes, content, answers)
-        results = [Likelihood(0.0, True)] * len(pairs)
-        for group, (values, is_greedy) in zip(members, found, strict=True):
-            for i, value, greedy in zip(group, values, is_greedy, strict=True):
-                results[i] = Likelihood(float(value), bool(greedy))
-        return results
+        results = {
+            i: Likelihood(float(value), bool(is_greedy))
+            for group, answer in zip(members, found, strict=True)
+            for i, value, is_greedy in zip(group, *answer, strict=True)
+        }
+        return [results[i] for i in range(len(pairs))]
 
     def generate(self, requests: Sequence[Request]) -> list[str]:
         """The text that follows every prompt. Raises `UserError` without a tokenizer, and where
@@ -191,8 +205,7 @@ class Scorer:
             chosen = [requests[i] for i in index] + [padding] * (num_rows - len(index))
             state = self._state(num_rows, max(sizes[i] for i in index))
             texts = [""] * num_rows
-            generation = Generation(self.inference, tokenizer, chosen, state=state, **self._size)
-            for event in generation:
+            for event in Generation(self.inference, tokenizer, chosen, state=state, **self._size):
                 texts[event.row] += event.text
             coded = (json.dumps(text).encode() for text in texts[: len(index)])
             return [(np.frombuffer(text, np.uint8),) for text in coded]
@@ -215,26 +228,26 @@ class Scorer:
     ) -> list[Answer]:
         """The answers to all requests, computed by `answers(indices, rows of the batch)`. A batch
         has requests of similar `limits` (steps after the batch is read), then of similar size."""
-        longest = [(limits[i] if limits else 0, size) for i, size in enumerate(sizes)]
+        longest = [*zip(limits or [0] * len(sizes), sizes, strict=True)]
         order = sorted(range(len(sizes)), key=longest.__getitem__, reverse=True)
         plan = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-        num_rows, journal = self._num_rows(len(sizes)), self._journal
-        key, found = "", {}
+        num_rows = rules.axis_size("data") * rules.axis_size("fsdp")
+        while num_rows < len(sizes):  # few shapes: `batch_size`, or fewer in powers of two
+            num_rows *= 2
+        num_rows, journal, key, found = min(num_rows, self.batch_size), self._journal, "", {}
         if journal is not None:
-            config = self.model.config.to_dict()
-            key = journal.key(
-                [kind, plan, longest, self._size],
-                config,
-                self.checksum,
-                content=(array.tobytes() for array in content),
-            )
+            parts = [kind, plan, longest, self._size], self.model.config.to_dict(), self.checksum
+            key = journal.key(*parts, content=(array.tobytes() for array in content))
             found = journal.read(key)
-        left = [batch for batch in range(len(plan)) if batch not in found]
-        work = {batch: sum(sizes[i] for i in plan[batch]) for batch in left}
-        num_found = len(sizes) - sum(len(plan[batch]) for batch in left)
+        work = {
+            batch: sum(sizes[i] for i in index)
+            for batch, index in enumerate(plan)
+            if batch not in found
+        }
+        num_found = len(sizes) - sum(len(plan[batch]) for batch in work)
         progress = RowProgress(self._name, num_found, len(sizes), sum(work.values()))
         try:
-            for batch in left:
+            for batch in work:
                 found[batch] = answers(plan[batch], num_rows)
                 if journal is not None:
                     journal.add(key, batch, found[batch])
@@ -246,13 +259,6 @@ class Scorer:
         pairs = (zip(index, found[batch], strict=True) for batch, index in enumerate(plan))
         results = dict(itertools.chain.from_iterable(pairs))
         return [results[i] for i in range(len(sizes))]
-
-    def _num_rows(self, count: int) -> int:
-        """Rows of every batch of `count` requests: `batch_size`, or fewer in powers of two."""
-        num_rows = rules.axis_size("data") * rules.axis_size("fsdp")
-        while num_rows < count:
-            num_rows *= 2
-        return min(num_rows, self.batch_size)
 
     @functools.cached_property
     def _is_streamed(self) -> bool:
@@ -273,18 +279,12 @@ class Scorer:
         max_length = capacity if self.model.config.window is None else None
         return start_state(self.inference, num_rows, max_length=max_length)
 
-    def _streamed(self, tokens: np.ndarray, lengths: np.ndarray) -> Scores:
-        """The scores [B, T] of rows [B, T + 1] whose first `lengths` targets count."""
-        state = self._state(len(tokens), tokens.shape[1])
-        return self._scored(state, tokens[:, :-1], tokens[:, 1:], lengths)
-
-    def _scored(
-        self, state: InferenceState, tokens: np.ndarray, targets: np.ndarray, lengths: np.ndarray
-    ) -> Scores:
-        """The scores [B, T] of targets [B, T]; `state` is donated."""
-        is_double = jax.config.read("jax_enable_x64")
-        losses = np.zeros(tokens.shape, np.float64 if is_double else np.float32)
-        scores = Scores(losses, np.zeros(tokens.shape, bool))
+    def _streamed(self, state: InferenceState, tokens: np.ndarray, lengths: np.ndarray) -> Scores:
+        """The scores [B, T] of rows [B, T + 1] whose first `lengths` targets count; `state` is
+        donated."""
+        targets, is_double = tokens[:, 1:], jax.config.read("jax_enable_x64")
+        losses = np.zeros(targets.shape, np.float64 if is_double else np.float32)
+        scores = Scores(losses, np.zeros(targets.shape, bool))
         done, last = np.zeros_like(lengths), []
 
         def fetch(start: np.ndarray, counts: np.ndarray, part: tuple[jax.Array, ...]) -> None:
@@ -292,8 +292,9 @@ class Scorer:
             for field, values in zip(scores, jax.device_get(part), strict=True):
                 field[row, start[row] + offset] = values[row, offset]
 
-        for counts, hidden, _ in stream(self.inference, state, tokens, lengths, **self._size):
-            index = np.minimum(done[:, None] + np.arange(hidden.shape[1]), tokens.shape[1] - 1)
+        pieces = stream(self.inference, state, tokens[:, :-1], lengths, **self._size)
+        for counts, hidden, _ in pieces:
+            index = np.minimum(done[:, None] + np.arange(hidden.shape[1]), targets.shape[1] - 1)
             part = _piece_scores(self.inference, hidden, np.take_along_axis(targets, index, axis=1))
             if last:
                 fetch(*last.pop())  # while the device computes the next piece
@@ -304,51 +305,15 @@ class Scorer:
         return scores
 
     def _in_one_pass(self, tokens: np.ndarray, lengths: np.ndarray) -> Scores:
-        """`_streamed` as one forward pass of all processes."""
+        """`_streamed` from the start, as one forward pass of all processes."""
         unit = rules.axis_size("seq") * (memory_chunk(self.model.config) or 1)
         tokens = np.pad(tokens, ((0, 0), (0, -(tokens.shape[1] - 1) % unit)))
         graph, params = nnx.split(self.model)
-        mesh = jax.sharding.get_mesh()
-        is_token = np.arange(tokens.shape[1] - 1) < lengths[:, None]
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-        if _reads_ahead(self.model.config):
-            batch["segment_ids"] = is_token  # padding is another document
-        found = _forward_scores(graph, mesh, params, placed(batch))
+        if _reads_ahead(self.model.config):  # padding is another document
+            batch["segment_ids"] = np.arange(tokens.shape[1] - 1) < lengths[:, None]
+        found = _forward_scores(graph, jax.sharding.get_mesh(), params, placed(batch))
         return Scores(*map(np.array, jax.device_get(found)))
-
-    def _continued(
-        self, groups: list[list[tuple[np.ndarray, np.ndarray]]], num_rows: int
-    ) -> list[list[Likelihood]]:
-        """The likelihoods of (context, continuation)s, a group for every context."""
-        contexts = [group[0][0] for group in groups]
-        lengths = np.zeros(num_rows, np.int32)
-        lengths[: len(contexts)] = [*map(len, contexts)]
-        most = max(len(context) + len(rest) for group in groups for context, rest in group)
-        state = self._state(num_rows, most)
-        dtype = self.model.config.precision.compute_dtype
-        last = jnp.zeros((num_rows, self.model.config.dim), dtype)
-        tokens = _padded(contexts, num_rows, int(lengths.max()))
-        for counts, hidden, after in stream(self.inference, state, tokens, lengths, **self._size):
-            last, state = newest_hidden(hidden, counts, last), after
-        found: list[list[Likelihood]] = [[Likelihood(0.0, True)] * len(group) for group in groups]
-        rows = [
-            (len(rest), g, i) for g, group in enumerate(groups) for i, (_, rest) in enumerate(group)
-        ]
-        rows.sort(key=lambda row: -row[0])
-        for first in range(0, len(rows), num_rows):
-            part = rows[first : first + num_rows]
-            index = np.zeros(num_rows, np.int32)
-            index[: len(part)] = [group for _, group, _ in part]
-            sizes = np.zeros(num_rows, np.int32)
-            sizes[: len(part)] = [size for size, _, _ in part]
-            rest = _padded([groups[g][i][1] for _, g, i in part], num_rows, int(sizes.max()) + 1)
-            before, hidden = _taken(state, last, index)
-            start = jax.device_get(_piece_scores(self.inference, hidden[:, None], rest[:, :1]))
-            after = self._scored(before, rest[:, :-1], rest[:, 1:], np.maximum(sizes - 1, 0))
-            losses, is_hit = (np.hstack(pair) for pair in zip(start, after, strict=True))
-            for row, (size, group, member) in enumerate(part):
-                found[group][member] = _likelihood(losses[row, :size], is_hit[row, :size])
-        return found
 
 
 @functools.lru_cache
@@ -374,6 +339,11 @@ def _pass_sizes(sizes: Sequence[int]) -> list[int]:
     return found
 
 
+def _filled(values: Sequence[int], num_rows: int) -> np.ndarray:
+    """Values of the first of `num_rows` rows [num_rows] int32, the others zero."""
+    return np.array([*values, *[0] * (num_rows - len(values))], np.int32)
+
+
 def _padded(rows: Sequence[np.ndarray], num_rows: int, length: int) -> np.ndarray:
     """The rows as one array [num_rows, length], padded with zeros."""
     tokens = np.zeros((num_rows, length), np.int64)
@@ -394,13 +364,10 @@ def _piece_scores(
 
 
 @jax.jit
-def _taken(
-    state: InferenceState, hidden: Float[Array, "B D"], index: Int[Array, " R"]
-) -> tuple[InferenceState, Float[Array, "R D"]]:
-    """The rows `index` of a state and of hidden states."""
+def _taken(state: InferenceState, index: Int[Array, " R"]) -> InferenceState:
+    """The rows `index` of a state."""
     taken = jax.tree.map(lambda x: x[index], state)
-    taken = jax.tree.map(lambda x, names: rules.constrain(x, *names), taken, state_axes(taken))
-    return taken, rules.constrain(hidden[index], "batch", None)
+    return jax.tree.map(lambda x, names: rules.constrain(x, *names), taken, state_axes(taken))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -18,8 +18,9 @@ from ttcd_kernels.table import Row
 
 from ttcd_jax.config import Bound, Config, Positive
 from ttcd_jax.data.tokenizer import Tokenizer
+from ttcd_jax.errors import UserError
 from ttcd_jax.measure.journal import Journal
-from ttcd_jax.measure.pictures import Picture, plot_bars
+from ttcd_jax.measure.pictures import Picture, plot_bars, plot_lines
 from ttcd_jax.measure.scorer import Scorer, Scores
 from ttcd_jax.methods import method_named
 from ttcd_jax.models.config import has_in_place_memory, switched_off
@@ -94,22 +95,21 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
         need. All processes take part."""
 
     def series(self, subject: Subject, rows: Rows) -> Series[Record]:
-        """The records of every variant of the model."""
-        return {
-            label: self.measure(self.scorer(subject, label, model), rows, subject)
-            for label, model in subject.variants().items()
-        }
+        """The records of every variant of the model. Raises `UserError` for other records."""
+        found = {}
+        for label, model in subject.variants().items():
+            records = [*(self.measure(self.scorer(subject, label, model), rows, subject) or ())]
+            if not all(isinstance(x, self.record) for x in records):
+                first, kind = records[0], self.record.__name__
+                raise UserError(f"task {self.name} measures {first!r}: return a list of {kind}")
+            found[label] = jax.tree.map(lambda x: x.item() if hasattr(x, "item") else x, records)
+        return found
 
     def scorer(self, subject: Subject, label: str, model: Transformer) -> Scorer:
         """The scorer of a variant."""
         name = "" if subject.journal is None else f"{self.name}, {label}"
-        return Scorer(
-            model,
-            subject.tokenizer,
-            batch_size=self.batch_size,
-            name=name,
-            journal=subject.journal,
-        )
+        options = {"batch_size": self.batch_size, "name": name, "journal": subject.journal}
+        return Scorer(model, subject.tokenizer, **options)
 
     def measured_on(self, rows: Rows, subject: Subject) -> dict[str, str]:
         """The sha256 of the cases, by part: results share a table where the parts that they have in
@@ -141,6 +141,8 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
             name: {getattr(record, cls.key): getattr(record, value) for record in records}
             for name, records in series.items()
         }
+        if any(len(columns[name]) < len(series[name]) for name in series):
+            raise UserError(f"task {cls.name} has several records of one {cls.key}: average them")
         buckets = dict.fromkeys(bucket for column in columns.values() for bucket in column)
         return [
             {cls.key: bucket} | {name: column.get(bucket) for name, column in columns.items()}
@@ -148,20 +150,30 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
         ]
 
     @classmethod
+    def numbers(cls, series: Series[Record]) -> dict[str, float]:
+        """The numbers of the table, by VARIANT/BUCKET: the metrics of an evaluation in training."""
+        return {
+            f"{name}/{row[cls.key]}": value
+            for row in cls.table(series)
+            for name, value in row.items()
+            if name != cls.key and isinstance(value, int | float)
+        }
+
+    @classmethod
+    def curves(cls, series: Series[Record]) -> dict[str, tuple[list[Any], list[Any]]] | None:
+        """(x, y) of every series for a picture of lines; None: bars of the table."""
+
+    @classmethod
     def pictures(cls, folder: Path, series: Series[Record], chance: float | None) -> list[Picture]:
-        """Draws the pictures of the task into `folder`, the most telling first: bars of the table
-        unless overridden."""
-        _, label = cls.unit(series)
-        path, table = folder / f"{cls.name}.png", cls.table(series)
-        plot_bars(
-            path,
-            title=cls.title,
-            x_label=cls.x_label,
-            y_label=label,
-            groups=[row[cls.key] for row in table],
-            series={name: [row.get(name) for row in table] for name in series},
-            chance=chance,
-        )
+        """Draws the pictures of the task into `folder`, the most telling first."""
+        path, label = folder / f"{cls.name}.png", cls.unit(series)[1]
+        labels = {"title": cls.title, "x_label": cls.x_label, "y_label": label, "chance": chance}
+        if (curves := cls.curves(series)) is not None:
+            plot_lines(path, series=curves, **labels)
+        else:
+            table = cls.table(series)
+            bars = {name: [row.get(name) for row in table] for name in series}
+            plot_bars(path, groups=[row[cls.key] for row in table], series=bars, **labels)
         return [cls.picture(path, label)]
 
     @classmethod
@@ -205,12 +217,11 @@ class RowTask[Record: tuple[Any, ...]](Task[Arrays, Record]):
 
 def digest(cases: Any) -> str:
     """The sha256 of texts, numbers and arrays, in any nesting."""
-    leaves = (x if isinstance(x, np.ndarray) else str(x) for x in jax.tree.leaves(cases))
     result = hashlib.sha256()
-    for leaf in leaves:
-        is_text = isinstance(leaf, str)
-        content = leaf.encode(errors="surrogatepass") if is_text else leaf.tobytes()
-        header = str if is_text else (leaf.dtype, leaf.shape)
+    for leaf in jax.tree.leaves(cases):
+        is_array = isinstance(leaf, np.ndarray)
+        content = leaf.tobytes() if is_array else str(leaf).encode(errors="surrogatepass")
+        header = (leaf.dtype, leaf.shape) if is_array else str
         result.update(f"{header}, {len(content)}:".encode() + content)
     return result.hexdigest()
 
@@ -222,8 +233,7 @@ def row_scores(scorer: Scorer, rows: Arrays) -> Scores:
     ids = np.concatenate([rows["tokens"], rows["targets"][:, -1:]], axis=1)
     sizes = is_token.sum(axis=1)
     found = scorer.losses([row[: size + 1] for row, size in zip(ids, sizes, strict=True)])
-    fields = zip(*found, strict=True)
-    scores = Scores(*(np.zeros(is_token.shape, field[0].dtype) for field in fields))
+    scores = Scores(*(np.zeros(is_token.shape, field.dtype) for field in found[0]))
     for whole, values in zip(scores, zip(*found, strict=True), strict=True):
         whole[is_token] = np.concatenate(values)
     return scores

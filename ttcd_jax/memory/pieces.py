@@ -29,10 +29,10 @@ class OpenChunk[Writes, State]:
     def axes(self) -> "OpenChunk":
         """Logical axes: weights [B, F, D] sharded by rows and `mlp`, all else by rows."""
 
-        def names(x: jax.Array) -> tuple[str | None, ...]:
+        def names(x: jax.Array | jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
             return ("batch", "mlp", None) if x.ndim == 3 else rows(x)
 
-        def rows(x: jax.Array) -> tuple[str | None, ...]:
+        def rows(x: jax.Array | jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
             return ("batch", *(None,) * (x.ndim - 1))
 
         return OpenChunk(jax.tree.map(names, self.memory), jax.tree.map(rows, self.open))

@@ -219,6 +219,9 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         memory = self.memory(reads.shape[1] * settings.chunk_size)
         y, size = over_rows(memory, reads, writes, segments, length=length, reports_size=True)
         assert size is not None
+        if y.shape != (wanted := (*reads.shape[:3], x.shape[-1])):
+            given = f"{type(memory).__name__}.read gives y {list(y.shape)} by row and chunk"
+            raise UserError(f"{given}, and the layer needs {list(wanted)}")
         if not measures:
             return from_chunks(y, length), self._stats(size, self.token_rate(tokens))
         z_teacher, z_student = self.views(convolved)

@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 from gin import config as shared_gin
 from gin import config_parser
 
-from ttcd_jax.config import Config, closest, config_classes
+from ttcd_jax.config import Config, closest, config_classes, required_fields
 from ttcd_jax.errors import UserError
+from ttcd_jax.registry import OF_YOUR_OWN
 
 Classes = dict[str, type[Config]]
-Key = tuple[str, str, str]  # scope, class, field; of a macro "", name, ""
 # (required field without a binding, the bound values of others) -> a configuration to inherit, in
 # which single bindings replace fields; None to build one from the class's defaults.
 Inherit = Callable[[str, dict[str, Any]], Config | None]
@@ -51,13 +51,11 @@ class Binding(NamedTuple):
     where: str
 
     @property
-    def key(self) -> Key:
-        return self.scope, self.owner, self.field
-
-    @property
     def name(self) -> str:
-        path = f"{self.scope}/{self.owner}" if self.scope else self.owner
-        return f"{path}.{self.field}" if self.field else path
+        return f"{self.scope}/{self.owner}.{self.field}".strip("/.")
+
+
+Bindings = dict[tuple[str, str, str], Binding]  # by scope, owner and field
 
 
 def load_config[C: Config](
@@ -76,8 +74,8 @@ def load_config[C: Config](
     file's bindings without effect.
     """
     runtime = _Runtime(root, inherit)
-    from_file = read_file(find_gin_file(gin_file, config_dir), config_dir, runtime.gin)
-    return runtime.build(from_file, read_params(params, config_dir, runtime.gin))
+    bindings = read_file(find_gin_file(gin_file, config_dir), config_dir, runtime.gin)
+    return runtime.build(bindings, read_params(params, config_dir, runtime.gin))
 
 
 def rebound[C: Config](config: C, params: Sequence[str]) -> C:
@@ -97,7 +95,8 @@ def reachable_classes(root: type[Config]) -> Classes:
             classes[cls.__name__] = cls
             for hint in typing.get_type_hints(cls).values():
                 pending += config_classes(hint)
-        assert classes[cls.__name__] is cls, f"two configuration classes are called {cls.__name__}"
+        if classes[cls.__name__] is not cls:
+            raise UserError(f"two configuration classes are called {cls.__name__}: rename yours")
     return classes
 
 
@@ -106,18 +105,15 @@ class _Runtime:
 
     def __init__(self, root: type[Config], inherit: Inherit) -> None:
         self.root, self.inherit, self.classes = root, inherit, reachable_classes(root)
-        self.gin = _gin_of_its_own()
+        # With its own registry: gin has one in a module, and the program around us may use that.
+        self.gin = importlib.util.module_from_spec(shared_gin.__spec__)
+        shared_gin.__spec__.loader.exec_module(self.gin)
         self._make = {cls: self._constructor(cls) for cls in self.classes.values()}
-        self._bindings: dict[Key, Binding] = {}
-        self._used: set[Key] = set()
+        self._bindings: Bindings = {}
+        self._used: set[tuple[str, str, str]] = set()
         self._error: UserError | None = None
 
-    def build(
-        self,
-        bindings: dict[Key, Binding],
-        overrides: dict[Key, Binding],
-        base: Config | None = None,
-    ) -> Any:
+    def build(self, bindings: Bindings, overrides: Bindings, base: Config | None = None) -> Any:
         """The root with `bindings | overrides`, its other fields those of `base`, if given."""
         replaced = [bindings[key] for key in overrides if key in bindings]
         self._bindings = bindings | overrides
@@ -136,39 +132,33 @@ class _Runtime:
         return config
 
     def _constructor(self, cls: type[Config]) -> Callable[..., Config]:
-        hints = typing.get_type_hints(cls)
+        hints, required = typing.get_type_hints(cls), required_fields(cls)
 
         def construct(*, _base: Config | None = None, **values: Any) -> Config:
             bound = {name: self._where(cls.__name__, name) for name in values}
-            missing = []
             try:
-                for field in dataclasses.fields(cls):
-                    name, hint = field.name, hints[field.name]
-                    if name in bound:
-                        continue
-                    if _base is not None:
+                if _base is not None:
+                    for name in (x.name for x in dataclasses.fields(cls) if x.name not in bound):
                         values[name] = value = getattr(_base, name)
                         if isinstance(value, Config):
                             values[name] = self._make[type(value)](_base=value)
-                    elif field.default is field.default_factory is dataclasses.MISSING:
-                        if config_classes(hint) == [hint]:
-                            values[name] = self._make[hint](_base=self.inherit(name, values))
-                        else:
-                            missing.append(name)
+                    return _base.overridden(values, bound)
+                missing = [name for name in required if name not in bound]
+                for name in [x for x in missing if config_classes(hints[x]) == [hints[x]]]:
+                    values[name] = self._make[hints[name]](_base=self.inherit(name, values))
+                    missing.remove(name)
                 if missing:
                     needed = (f"{cls.__name__}.{x} = {_example(hints[x])}" for x in missing)
                     raise UserError(f"{cls.__name__} lacks a value; bind {', '.join(needed)}")
-                return cls(**values) if _base is None else _base.overridden(values, bound)
+                return cls(**values)
             except UserError as error:
-                name = next((x for x in bound if str(error).startswith(f"{cls.__name__}.{x} ")), "")
-                # An outer constructor sees it again, with lines that gin adds.
-                self._error = self._error or (
-                    type(error)(f"{bound[name]}: {error}") if name else error
-                )
+                if self._error is None:  # outer ones see it again, with lines that gin adds
+                    owner, _, name = str(error).partition(" ")[0].partition(".")
+                    where = bound.get(name) if owner == cls.__name__ else None
+                    self._error = type(error)(f"{where}: {error}") if where else error
                 raise self._error from None
 
-        register = self.gin.external_configurable
-        return register(construct, name=cls.__name__, module="ttcd_jax")
+        return self.gin.external_configurable(construct, name=cls.__name__, module="ttcd_jax")
 
     def _where(self, owner: str, field: str) -> str:
         """The location of the binding that applies in gin's scope, the innermost; those of outer
@@ -195,20 +185,10 @@ class _Runtime:
         for key, binding in self._bindings.items():
             if not binding.field and binding.owner not in mentioned:
                 near = closest(binding.owner, [*self.classes])
+                near = near or ": where a field that read it is bound again, set it instead"
                 raise UserError(f"{binding.where}: macro {binding.owner} is never used{near}")
             if binding.field and key not in self._used and binding.owner not in excused:
                 raise UserError(_unused(binding, self.classes))
-
-
-def _gin_of_its_own() -> types.ModuleType:
-    """gin's runtime with its own registry: gin has one in a module, and the program around this
-    library may use that."""
-    spec = importlib.util.find_spec("gin.config")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _mentions(value: Any) -> Iterator[Any]:
@@ -245,31 +225,23 @@ def _example(hint: Any) -> str:
 def _check_names(bindings: Sequence[Binding], classes: Classes) -> None:
     """Raises `UserError` for an unknown class, field or macro."""
     macros = [binding.owner for binding in bindings if not binding.field]
-    for binding in bindings:
-        if binding.field:
-            _check_class(binding.owner, binding.where, classes)
-            fields = [field.name for field in dataclasses.fields(classes[binding.owner])]
-            if binding.field not in fields:
-                near = closest(binding.field, fields)
-                raise UserError(
-                    f"{binding.where}: {binding.owner} has no field {binding.field!r}{near}"
-                )
-        for mention in _mentions(binding.value):
-            if not (name := _macro(mention)):
-                _check_class(mention.selector, binding.where, classes)
-                if not mention.evaluate:
-                    raise UserError(
-                        f"{binding.where}: write @{mention.selector}(), with parentheses"
-                    )
-            elif name not in macros:
-                near = closest(name, macros)
-                raise UserError(f"{binding.where}: no macro %{name} is defined{near}")
-
-
-def _check_class(name: str, where: str, classes: Classes) -> None:
-    if name not in classes:
-        near = closest(name, list(classes)) or f"; known are {', '.join(sorted(classes))}"
-        raise UserError(f"{where}: no configuration class {name!r}{near}")
+    for _, owner, field, value, where in bindings:
+        mentions = [*_mentions(value)]
+        for name in [owner] * bool(field) + [x.selector for x in mentions if not _macro(x)]:
+            if name not in classes:
+                near = closest(name, [*classes]) or f"; known are {', '.join(sorted(classes))}"
+                raise UserError(f"{where}: no configuration class {name!r}{near} {OF_YOUR_OWN}")
+        fields = [x.name for x in dataclasses.fields(classes[owner])] if field else [""]
+        if field not in fields:
+            near = closest(field, fields)
+            if hasattr(classes[owner], field):
+                near = ": annotate it there, under @dataclasses.dataclass"
+            raise UserError(f"{where}: {owner} has no field {field!r}{near}")
+        for mention in mentions:
+            if (name := _macro(mention)) and name not in macros:
+                raise UserError(f"{where}: no macro %{name} is defined{closest(name, macros)}")
+            if not mention.evaluate:
+                raise UserError(f"{where}: write @{mention.selector}(), with parentheses")
 
 
 def _unused(binding: Binding, classes: Classes) -> str:
@@ -289,66 +261,61 @@ def _unused(binding: Binding, classes: Classes) -> str:
 
 def find_gin_file(gin_file: str, config_dir: Path) -> Path:
     """The file of `--gin`: a name inside `config_dir`, or a path. Raises `UserError`."""
-    for path in (config_dir / gin_file, Path(gin_file)):
-        # Path.is_file would raise for a name that is too long or holds a null character.
-        if os.path.isfile(path):
-            return path
-    raise UserError(f"no file {gin_file!r} in {config_dir}{_nearest_files(gin_file, config_dir)}")
+    folder = _first_with(gin_file, (config_dir, Path()))
+    if folder is None:
+        near = _nearest_files(gin_file, config_dir)
+        raise UserError(f"no file {gin_file!r} in {config_dir}{near}")
+    return folder / gin_file
 
 
 def read_file(
-    path: Path, config_dir: Path, runtime: types.ModuleType = shared_gin
-) -> dict[Key, Binding]:
-    """The bindings of a file and of the fragments it includes, whose bindings it may override.
+    path: Path,
+    config_dir: Path,
+    runtime: types.ModuleType = shared_gin,
+    parents: tuple[Path, ...] = (),
+) -> Bindings:
+    """The bindings of a file and of the fragments it includes, whose bindings it may override;
+    `parents` include it.
 
     Raises `UserError` with file:line for bad syntax, an import, an include that leaves
     `config_dir`, is missing, late or circular, and a key bound twice by one file or two fragments.
     """
-    return _read(path.resolve(), config_dir.resolve(), (), runtime)
-
-
-def read_params(
-    params: Sequence[str], config_dir: Path, runtime: types.ModuleType = shared_gin
-) -> dict[Key, Binding]:
-    """The bindings of the command line and of the fragments it includes; the last of a key wins."""
-    bindings: dict[Key, Binding] = {}
-    for param in params:
-        where = f"--param {param}"
-        for statement, _ in _parse(param, lambda _, where=where: where, runtime):
-            if isinstance(statement, config_parser.IncludeStatement):
-                path = _fragment(statement.filename, where, (config_dir.resolve(), Path.cwd()))
-                bindings |= read_file(path, config_dir, runtime)
-            else:
-                binding = _binding(statement, where)
-                bindings[binding.key] = binding
-    return bindings
-
-
-def _read(
-    path: Path, config_dir: Path, parents: tuple[Path, ...], runtime: types.ModuleType
-) -> dict[Key, Binding]:
+    path, config_dir = path.resolve(), config_dir.resolve()
     shown = path.relative_to(config_dir) if path.is_relative_to(config_dir) else path
     if path in parents:
         raise UserError(f"{shown} includes itself through {parents[-1].name}")
     included: list[Binding] = []
-    own: dict[Key, Binding] = {}
+    own: Bindings = {}
     for statement, where in _parse(_text(path), lambda line: f"{shown}:{line}", runtime):
-        if isinstance(statement, config_parser.IncludeStatement):
-            if own:
-                raise UserError(f"{where}: includes come before the bindings that override them")
-            fragment = _fragment(statement.filename, where, (path.parent, config_dir))
-            included += _read(fragment, config_dir, (*parents, path), runtime).values()
-            continue
-        binding = _binding(statement, where)
-        if binding.key in own:
-            raise UserError(_bound_twice(binding, own[binding.key]))
-        own[binding.key] = binding
+        if isinstance(statement, Binding):
+            if (first := own.setdefault(statement[:3], statement)) is not statement:
+                raise UserError(_bound_twice(statement, first))
+        elif own:
+            raise UserError(f"{where}: includes come before the bindings that override them")
+        else:
+            fragment = _fragment(statement, where, (path.parent, config_dir))
+            included += read_file(fragment, config_dir, runtime, (*parents, path)).values()
     bindings = dict(own)
     for binding in included:
-        first = bindings.setdefault(binding.key, binding)
-        if binding.key not in own and binding.where != first.where:
+        first = bindings.setdefault(binding[:3], binding)
+        if binding[:3] not in own and binding.where != first.where:
             message = _bound_twice(binding, first)
             raise UserError(f"{message}, or bind it in the including file")
+    return bindings
+
+
+def read_params(
+    params: Sequence[str], config_dir: Path, runtime: types.ModuleType = shared_gin
+) -> Bindings:
+    """The bindings of the command line and of the fragments it includes; the last of a key wins."""
+    bindings: Bindings = {}
+    for param in params:
+        for statement, where in _parse(param, lambda _, param=param: f"--param {param}", runtime):
+            if isinstance(statement, Binding):
+                bindings[statement[:3]] = statement
+            else:
+                path = _fragment(statement, where, (config_dir.resolve(), Path.cwd()))
+                bindings |= read_file(path, config_dir, runtime)
     return bindings
 
 
@@ -356,17 +323,11 @@ def _bound_twice(binding: Binding, first: Binding) -> str:
     return f"{binding.where}: {binding.name} is already bound at {first.where}; keep one"
 
 
-def _binding(statement: config_parser.BindingStatement, where: str) -> Binding:
-    scope, owner, field, value, _ = statement
-    if not field:
-        scope, owner = "", "/".join(filter(None, (scope, owner)))
-    return Binding(scope, owner, field, value, where)
-
-
 def _parse(
     text: str, locate: Callable[[int], str], runtime: types.ModuleType
-) -> list[tuple[Any, str]]:
-    """gin's includes and bindings, each with its location. Raises `UserError` for an import."""
+) -> list[tuple[Binding | str, str]]:
+    """Bindings, and names of files to include, each with its location. Raises `UserError` for an
+    import."""
     try:
         delegate = runtime.ParserDelegate(skip_unknown=True)  # names are checked later
         statements = list(config_parser.ConfigParser(text, delegate))
@@ -377,24 +338,29 @@ def _parse(
     except UnicodeEncodeError:
         message, line = "it is not UTF-8", 1
     else:
-        located = [
-            (statement, locate(statement.location.line_num))
-            for statement in statements
-            if not isinstance(statement, config_parser.BlockDeclaration)
-        ]
-        for statement, where in located:
-            if isinstance(statement, config_parser.ImportStatement):
-                raise UserError(
-                    f"{where}: a configuration may not import {statement.module!r}, only bind "
-                    "values (Class.field=value)"
-                )
-        return located
+        statements = [x for x in statements if not isinstance(x, config_parser.BlockDeclaration)]
+        places = [locate(statement.location.line_num) for statement in statements]
+        return [(_statement(*pair), pair[1]) for pair in zip(statements, places, strict=True)]
     _, failed, token = message.partition("Failed to parse token ")
     if failed:
         message = f"cannot read the value {token}; a string needs quotes"
         if (name := token.strip("'"))[:1].isupper() and f"{name}(" in text:
             message = f"write @{name}() for {name}(...), and each field as {name}.field = value"
     raise UserError(f"{locate(line)}: {' '.join(message.split())}")
+
+
+def _statement(statement: Any, where: str) -> Binding | str:
+    if isinstance(statement, config_parser.IncludeStatement):
+        return statement.filename
+    if isinstance(statement, config_parser.ImportStatement):
+        raise UserError(
+            f"{where}: a configuration may not import {statement.module!r}, only bind values "
+            "(Class.field=value)"
+        )
+    scope, owner, field, value, _ = statement
+    if not field:
+        scope, owner = "", f"{scope}/{owner}".strip("/")
+    return Binding(scope, owner, field, value, where)
 
 
 def _text(path: Path) -> str:
@@ -406,9 +372,15 @@ def _text(path: Path) -> str:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
+def _first_with(name: str, folders: Sequence[Path]) -> Path | None:
+    """The first of `folders` that has such a file."""
+    # Path.is_file would raise for a name that is too long or holds a null character.
+    return next((folder for folder in folders if os.path.isfile(folder / name)), None)
+
+
 def _fragment(name: str, where: str, folders: Sequence[Path]) -> Path:
     """The file of an include, in the first of `folders` that has it."""
-    folder = next((folder for folder in folders if os.path.isfile(folder / name)), None)
+    folder = _first_with(name, folders)
     if folder is None:
         searched = " or ".join(dict.fromkeys(map(str, folders)))
         near = "".join(_nearest_files(name, folder) for folder in dict.fromkeys(folders))
@@ -420,10 +392,7 @@ def _fragment(name: str, where: str, folders: Sequence[Path]) -> Path:
 
 
 def _nearest_files(name: str, config_dir: Path) -> str:
-    known = {
-        key: str(path.relative_to(config_dir))
-        for path in sorted(config_dir.rglob("*.gin"))
-        for key in (path.name, str(path.relative_to(config_dir)))
-    }
+    paths = [path.relative_to(config_dir) for path in sorted(config_dir.rglob("*.gin"))]
+    known = {key: str(path) for path in paths for key in (path.name, str(path))}
     near = [known[key] for key in difflib.get_close_matches(name, known, n=3, cutoff=0.65)]
     return f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""

@@ -48,13 +48,10 @@ def evaluation_callbacks(
         if step % every and step != config.steps:
             return  # the run was stopped; it will evaluate on time once resumed
         current = subject._replace(model=with_params(config.model, state["params"]))
-        tables = ((task, task.table(task.series(current, rows))) for task, rows in inputs)
         metrics = {
-            f"{task.name}/{variant}/{row[task.key]}": value
-            for task, table in tables
-            for row in table
-            for variant, value in row.items()
-            if variant != task.key and value is not None
+            f"{task.name}/{name}": value
+            for task, rows in inputs
+            for name, value in task.numbers(task.series(current, rows)).items()
         }
         write(step, metrics)
         if config.best_metric not in {None, *metrics}:

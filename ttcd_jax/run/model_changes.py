@@ -27,11 +27,12 @@ def changed_model(config: TransformerConfig, changes: Sequence[str]) -> Transfor
     changed = rebound(config, changes)
     for binding in read_params(changes, Path.cwd()).values():
         if "init" in binding.field.split("_"):
-            raise UserError(
-                f"{binding.where} is for parameters that are drawn, and these are trained"
-            )
-    if _params_differ(config, changed):
-        culprits = [x for x in changes if _params_differ(config, _alone(config, [x]))]
+            drawn = "is for parameters that are drawn, and these are trained"
+            raise UserError(f"{binding.where} {drawn}")
+    params = abstract_params(config)
+    if abstract_params(changed) != params:
+        alone = {x: _alone(config, [x]) for x in changes}
+        culprits = [x for x, other in alone.items() if other and abstract_params(other) != params]
         raise UserError(
             f"{' and '.join(culprits or changes)} changes shapes, types or names of parameters, "
             "and they are trained: change what only their use depends on, as a window"
@@ -56,7 +57,3 @@ def _alone(config: TransformerConfig, changes: Sequence[str]) -> TransformerConf
         return rebound(config, changes)
     except UserError:
         return None
-
-
-def _params_differ(config: TransformerConfig, other: TransformerConfig | None) -> bool:
-    return other is not None and abstract_params(config) != abstract_params(other)

@@ -101,7 +101,7 @@ def _warn_of_memory(step: int, record: dict[str, Any], warned: set[str]) -> None
         finding = "the memory outgrows its weight" if is_loud else "the gate of the memory shuts"
         remedy = (
             "lower eta of the memory's settings or the rate of its layers (OptimizerConfig.rates), "
-            "or set corrects_errors if it is not (docs/memory.md)"
+            "or set corrects_errors where there is one (docs/memory.md)"
         )
         logging.warning("step %d: %s is %.3g, %s: %s", step, name, value, finding, remedy)
 

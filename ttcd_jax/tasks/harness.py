@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import math
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NamedTuple
@@ -9,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 from ttcd_kernels.table import Row
 
 from ttcd_jax.config import LIMIT, NonNegative
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import UserError, listed
 from ttcd_jax.measure.pictures import Picture
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Series, Subject, Task, digest, register
@@ -71,10 +74,19 @@ class Harness(Task[Any, Score]):
 
     def measured_on(self, rows: Any, subject: Subject) -> dict[str, str]:
         """By task."""
-        return {name: digest(documents) for name, documents in rows.documents().items()}
+        names = dict.fromkeys(name for name, _ in rows)
+        return {x: digest([question for name, question in rows if name == x]) for x in names}
 
     def measure(self, scorer: Scorer, rows: Any, subject: Subject) -> list[Score]:
-        return [Score(**record) for record in _library().measure(rows, scorer)]
+        """A record for every metric of every task and group, members after their group."""
+        results, loaded = _library().measure(rows, scorer), rows.loaded
+        members = results["group_subtasks"]
+        inner = {name for names in members.values() for name in names}
+        roots = [name for name in (*loaded["tasks"], *members) if name not in inner]
+        records = [record for name in roots for record in _records(name, 0, loaded, results)]
+        if not records:
+            raise UserError(f"the harness measures nothing of {listed(roots)}: check their metrics")
+        return records
 
     @classmethod
     def table(cls, series: Series[Score]) -> list[Row]:
@@ -109,6 +121,40 @@ class Harness(Task[Any, Score]):
 def _chances(series: Series[Score]) -> set[float | None]:
     """The accuracies by guessing in the table."""
     return {x.chance for records in series.values() for x in records if x.depth == 0}
+
+
+def _records(name: str, depth: int, loaded: Any, results: Any) -> Iterator[Score]:
+    """Those of a task, or of a group and its members."""
+    values, group = results["results"][name], loaded["groups"].get(name)
+    tasks = [loaded["tasks"][name]] if group is None else group.get_all_tasks()
+    # The reciprocal number of choices of every item.
+    chances = [
+        1 / count
+        for task in tasks
+        if task.OUTPUT_TYPE == "multiple_choice"
+        for count in Counter(instance.doc_id for instance in task.instances).values()
+    ]
+    for key, value in values.items():
+        metric, comma, kind = key.partition(",")
+        if comma and not metric.endswith("_stderr") and _number(value) is not None:
+            is_choice = chances and metric in ("acc", "acc_norm")
+            yield Score(
+                task=name,
+                metric=metric if kind == "none" else f"{metric} ({kind})",
+                value=float(value),
+                stderr=_number(values.get(f"{metric}_stderr,{kind}")),
+                chance=sum(chances) / len(chances) if is_choice else None,
+                items=sum(results["n-samples"][task.task_name]["effective"] for task in tasks),
+                examples=max(task.get_config("num_fewshot") for task in tasks),
+                depth=depth,
+            )
+    for member in () if group is None else group.child_names:
+        yield from _records(member, depth + 1, loaded, results)
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if is_number else None
 
 
 def _library() -> ModuleType:

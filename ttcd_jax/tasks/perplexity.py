@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import grain
@@ -15,7 +14,6 @@ from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.sources import text_records
 from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError
-from ttcd_jax.measure.pictures import Picture, plot_lines
 from ttcd_jax.measure.scorer import Scorer, Scores
 from ttcd_jax.measure.task import Arrays, RowTask, Series, Subject, register, row_scores
 
@@ -102,13 +100,9 @@ class Perplexity(RowTask[PositionLoss]):
         return "perplexity", "perplexity"
 
     @classmethod
-    def pictures(
-        cls, folder: Path, series: Series[PositionLoss], chance: float | None
-    ) -> list[Picture]:
-        value, label = cls.unit(series)
-        path, lines = folder / f"{cls.name}.png", {}
+    def curves(cls, series: Series[PositionLoss]) -> dict[str, tuple[list[Any], list[Any]]]:
+        value, lines = cls.unit(series)[0], {}
         for name, records in series.items():
             parts = [record for record in records if record.context != "all"] or records
             lines[name] = [x.stop for x in parts], [getattr(x, value) for x in parts]
-        plot_lines(path, title=cls.title, x_label=cls.x_label, y_label=label, series=lines)
-        return [cls.picture(path, label)]
+        return lines

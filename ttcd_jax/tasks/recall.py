@@ -1,6 +1,7 @@
 """Recall accuracy by distance back to the value: in one pass, and after a haystack."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Annotated, Literal, NamedTuple, get_args
 
@@ -82,11 +83,6 @@ class Needle(_OnRecallData):
     distances: Annotated[tuple[Positive, ...], DISTINCT] = (16, 32, 64, 128, 256, 512)
     by: Literal["decode", "prefill"] = "decode"
 
-    def validate(self) -> None:
-        super().validate()
-        if not self.distances:
-            raise UserError("distances () are none: give one or more, such as --distances=64,4096")
-
     def rows(self, subject: Subject) -> Needles:
         if jax.process_count() > 1:
             raise UserError(
@@ -107,13 +103,12 @@ class Needle(_OnRecallData):
         if self.by == "decode" and has_in_place_memory(subject.model.config):
             modes = {f"{subject.name}, memory {mode}": mode for mode in get_args(MemoryMode)}
         scorer = self.scorer(subject, subject.name, subject.model)
-        return {
-            label: read_back(scorer.inference, rows, self.distances, memory, self.by)
-            for label, memory in modes.items()
-        }
+        return {x: self.measure(scorer, rows, subject, memory) for x, memory in modes.items()}
 
-    def measure(self, scorer: Scorer, rows: Needles, subject: Subject) -> list[DistanceAccuracy]:
-        return read_back(scorer.inference, rows, self.distances, by=self.by)
+    def measure(
+        self, scorer: Scorer, rows: Needles, subject: Subject, memory: MemoryMode = "kept"
+    ) -> list[DistanceAccuracy]:
+        return read_back(scorer.inference, rows, self.distances, memory, self.by)
 
 
 def attention_reach(config: TransformerConfig) -> int | None:
@@ -128,18 +123,14 @@ def by_distance(scores: Scores, rows: Arrays, reach: int | None) -> list[Distanc
     longest = int(distance.max())
     reach = longest if reach is None else min(reach, longest)
     edges = np.unique(np.linspace(reach, longest, _BUCKETS_BEYOND + 1).astype(int))
-    buckets = [(0, reach), *zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
-    if reach < longest:
-        buckets.append((reach, longest))
+    buckets = [(0, reach, False), *((*x, False) for x in itertools.pairwise(edges.tolist()))]
     records = []
-    for index, (low, high) in enumerate(buckets):
+    for low, high, is_total in (*buckets, (reach, longest, True)):
         chosen = mask & (distance > low) & (distance <= high)
-        if not chosen.any():
-            continue
-        is_total = index == len(buckets) - 1 and reach < longest
-        name = f"beyond {low}" if is_total else f"{low + 1}-{high}"
-        accuracy = float(scores.is_hit[chosen].mean())
-        records.append(DistanceAccuracy(name, int(chosen.sum()), accuracy, is_total))
+        if chosen.any():
+            name = f"beyond {low}" if is_total else f"{low + 1}-{high}"
+            accuracy = float(scores.is_hit[chosen].mean())
+            records.append(DistanceAccuracy(name, int(chosen.sum()), accuracy, is_total))
     return records
 
 

@@ -1,4 +1,9 @@
-"""The levels at which two variants of a run are compared, each an evaluation of the run."""
+"""The levels at which two variants of a run are compared, each an evaluation of the run.
+
+A variant shares the run's parameters: attention, form of the memory's read, precision, path. The
+path is how tokens are read: `forward` takes whole rows through the training forward pass,
+`streamed` pieces of them through the state of `ttcd_jax.inference`, `decoded` one after another.
+"""
 
 import abc
 import dataclasses
@@ -6,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +21,25 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels import measure, parity
 from ttcd_kernels.table import Row
 
-from experiments.studies.equivalence.variants import Computed, Variant
 from ttcd_jax.config import NonNegative, Positive
 from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.sources import row_length, text_records
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.errors import DataError, NonFiniteError, UserError
+from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.inference.prefill import stream
+from ttcd_jax.inference.state import start_state
 from ttcd_jax.measure.pictures import Picture, plot_bars
 from ttcd_jax.measure.scorer import Scorer, batches
 from ttcd_jax.measure.task import Series, Subject, Task, register
-from ttcd_jax.nn.block import Block
+from ttcd_jax.memory.prefix import Form
+from ttcd_jax.methods.in_place import PrefixSettings
+from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.tasks.perplexity import buckets
 from ttcd_jax.tasks.ruler import NIAH
 from ttcd_jax.tasks.ruler.task import Case, Ruler
 from ttcd_jax.tokens import check_tokens
+from ttcd_jax.train.state import with_params
 
 _AGREEMENT = "equal_share", "within_1_ulp", "within_2_ulp", "max_ulp", "max_relative_error"
 KL, VARIATION, FLIPS = "KL (nats)", "total variation", "flips of the likeliest token"
@@ -36,6 +47,109 @@ _LOSSES = "loss of the reference", "loss of the candidate", "the candidate's los
 _QUANTILES = {"50%": 0.5, "90%": 0.9, "99%": 0.99, "99.9%": 0.999, "max": 1.0}
 _LOGITS = 2**26  # held at once, for each variant
 _WHOLE = 2**24  # tokens: no prompt has more
+
+_PIECE_SIZES = {"forward": None, "streamed": 2048, "decoded": 1}  # unless a part states another
+_GROUPS = {
+    "attention": ("xla", "triton", "mosaic"),
+    "form": get_args(Form),
+    "compute": ("float32", "bfloat16", "float64"),
+    "path": tuple(_PIECE_SIZES),
+}
+
+
+class Variant(NamedTuple):
+    """A variant of a run; None: as in the run's configuration. `piece_size`: the tokens of a row
+    that are read at once; None: all."""
+
+    attention: Any = None
+    form: Form | None = None
+    compute: Any = None
+    piece_size: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The variant of parts as in "xla,float32,streamed:512", at most one of each kind. Raises
+        `UserError` with the part and the choices."""
+        chosen: dict[str, Any] = {}
+        for item in text.split(","):
+            name, colon, size = item.partition(":")
+            group = next((group for group, names in _GROUPS.items() if name in names), None)
+            if group is None:
+                choices = "; ".join(f"{x}: {', '.join(names)}" for x, names in _GROUPS.items())
+                raise UserError(f"{item!r} is not a part of a variant ({choices})")
+            if group in chosen:
+                raise UserError(f"{chosen[group]!r} and {name!r} are both {group}: name one")
+            if colon and not (name == "streamed" and size.isdecimal() and int(size)):
+                raise UserError(f"{item!r}: only streamed takes a number of tokens, streamed:512")
+            chosen[group] = name
+            if group == "path":
+                chosen["piece_size"] = int(size) if colon else _PIECE_SIZES[name]
+        chosen.pop("path", None)
+        return cls(**chosen)
+
+    def __str__(self) -> str:
+        path = {None: "forward", 1: "decoded"}.get(self.piece_size, f"streamed:{self.piece_size}")
+        return ", ".join(filter(None, (*self[:3], path)))
+
+    def applied(self, config: TransformerConfig) -> TransformerConfig:
+        """The model's configuration in this variant. Raises `UserError` for a form that its memory
+        does not have, and for float64 when it is off in JAX."""
+        memory, precision = config.settings, config.precision
+        if self.form is not None:
+            if not isinstance(memory, PrefixSettings):
+                text = f"method {config.method!r} has no memory with forms"
+                raise UserError(f"{text}: leave {self.form!r} out")
+            config = config.replace(memory=memory.replace(form=self.form))
+        if self.compute == "float64":
+            if not jax.config.jax_enable_x64:
+                raise UserError("float64 is off in JAX: set JAX_ENABLE_X64=1, or take float32")
+            precision = precision.replace(state="float64")
+        return config.replace(
+            attention_implementation=self.attention or config.attention_implementation,
+            precision=precision.replace(compute=self.compute or precision.compute),
+        )
+
+
+class Computed:
+    """A run in one variant; `model` is the run's."""
+
+    def __init__(self, variant: Variant, model: Transformer) -> None:
+        self.variant, self.config = variant, variant.applied(model.config)
+        self.model = with_params(self.config, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        self.dtype = self.config.precision.compute_dtype
+
+    @functools.cached_property
+    def unstacked(self) -> InferenceModel:
+        """The model with its parameters stored layer by layer."""
+        return inference_model(self.model)
+
+    def hidden(self, tokens: Int[np.ndarray, "B T"]) -> Float[Array, "B T D"]:
+        """The input of the head, for whole rows of one document each. Raises `NonFiniteError` with
+        the first position."""
+        if (size := self.variant.piece_size) is None:
+            hidden = _forward(*nnx.split(self.model), tokens)
+        else:
+            state = start_state(self.unstacked, len(tokens), max_length=tokens.shape[1])
+            pieces = stream(self.unstacked, state, tokens, piece_size=size)
+            hidden = jnp.concatenate([h[:, : counts[0]] for counts, h, _ in pieces], axis=1)
+        if len(broken := np.argwhere(~np.asarray(jnp.isfinite(hidden).all(-1)))):
+            row, position = broken[0]
+            raise NonFiniteError(
+                f"{self.variant} in {self.dtype}: the hidden state of row {row}, position "
+                f"{position} is not finite; try a wider precision"
+            )
+        return hidden
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(graph: nnx.GraphDef, params: nnx.GraphState, tokens: jax.Array) -> jax.Array:
+    return nnx.merge(graph, params).forward(tokens)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _outputs(graph: nnx.GraphDef, params: nnx.GraphState, h: jax.Array, e: jax.Array) -> jax.Array:
+    return nnx.merge(graph, params)(h, embeddings=e)
+
 
 type Pair = tuple[Computed, Computed]  # reference, candidate
 
@@ -89,20 +203,20 @@ class Equivalence(Task[Any, Cell]):
 
     def ruler(self) -> Ruler:
         sizes = {"lengths": self.niah_lengths, "samples": self.niah_samples, "seed": self.seed}
-        batch_size = self.batch_size
-        return Ruler(tasks=self.niah_tasks, essay=self.text, batch_size=batch_size, **sizes)
+        sizes["batch_size"] = self.batch_size
+        return Ruler(tasks=self.niah_tasks, essay=self.text, **sizes)
 
     def rows(self, subject: Subject) -> Any:
         """Tokens and targets [rows, T]. Raises `DataError` when no document fills a row."""
         records = text_records(subject.run_dir, subject.data, subject.tokenizer, self.text)
         seq_len = self.seq_len or row_length(subject.data)
-        longest = max(part.sizes.max(initial=0) for part in records)
-        if longest <= seq_len:
+        longest = [part.sizes.max(initial=0) for part in records]
+        if max(longest) <= seq_len:
             raise DataError(
-                f"no document fills a row: the longest has {longest} tokens and a row with its "
-                f"last target takes {seq_len + 1}; pass a smaller --seq_len, or --text"
+                f"no document fills a row: the longest has {max(longest)} tokens and a row with "
+                f"its last target takes {seq_len + 1}; pass a smaller --seq_len, or --text"
             )
-        filled = [part for part in records if part.sizes.max(initial=0) > seq_len]
+        filled = (part for part, size in zip(records, longest, strict=True) if size > seq_len)
         parts = [DocumentRows(part, seq_len=seq_len, min_tokens=seq_len + 1) for part in filled]
         indices = [(part, i) for part in parts for i in range(len(part))]
         drawn = (indices[i] for i in np.random.default_rng(0).permutation(len(indices)))
@@ -134,21 +248,22 @@ class Equivalence(Task[Any, Cell]):
     @classmethod
     def table(cls, series: Series[Cell]) -> list[Row]:
         """Those of several series under one another, with their labels."""
-        return [
-            ({"variants": label} if len(series) > 1 else {}) | {cls.key: row} | cells
-            for label, records in series.items()
-            for row, cells in _rows(records, cls.columns).items()
-        ]
+        rows: dict[tuple[str, str], dict[str, Any]] = {}
+        for label, records in series.items():
+            start = {"variants": label} if len(series) > 1 else {}
+            for row, column, value in records:
+                if column in cls.columns:
+                    rows.setdefault((label, row), start | {cls.key: row})[column] = value
+        return [*rows.values()]
 
     @classmethod
     def pictures(cls, folder: Path, series: Series[Cell], chance: float | None) -> list[Picture]:
-        rows = {label: _rows(records, cls.bars) for label, records in series.items()}
-        groups = [*dict.fromkeys(itertools.chain(*rows.values()))]
-        bars = {
-            f"{label}, {bar}" if len(series) > 1 else bar: [own.get(x, {}).get(bar) for x in groups]
-            for label, own in rows.items()
-            for bar in cls.bars
-        }
+        found: dict[str, dict[str, float]] = {}
+        for (label, records), bar in itertools.product(series.items(), cls.bars):
+            name = f"{label}, {bar}" if len(series) > 1 else bar
+            found[name] = {x.row: x.value for x in records if x.column == bar}
+        groups = [*dict.fromkeys(itertools.chain(*found.values()))]
+        bars = {name: [own.get(group) for group in groups] for name, own in found.items()}
         path, texts = folder / f"{cls.name}.png", {"title": cls.title, "x_label": cls.x_label}
         plot_bars(path, **texts, y_label=cls.value, groups=groups, series=bars, chance=chance)
         return [Picture(Path(path.name), f"{cls.title}, by {cls.x_label}: {'; '.join(series)}.")]
@@ -158,15 +273,6 @@ class Equivalence(Task[Any, Cell]):
         """Any variants on the same text."""
 
 
-def _rows(records: list[Cell], columns: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """The values of `columns` by row and column."""
-    rows: dict[str, dict[str, float]] = {}
-    for row, column, value in records:
-        if column in columns:
-            rows.setdefault(row, {})[column] = value
-    return rows
-
-
 def agreement(row: str, candidate: jax.Array, reference: jax.Array) -> Iterator[Cell]:
     """Shares of elements that are equal, within one and within two units in the last place, and the
     largest distance in such units, all in the narrower of the two dtypes; the largest difference
@@ -174,16 +280,8 @@ def agreement(row: str, candidate: jax.Array, reference: jax.Array) -> Iterator[
     pair = np.asarray(candidate), np.asarray(reference)
     ulps = parity.ulps(*sorted(pair, key=lambda x: x.dtype.itemsize))
     shares = (float((ulps <= most).mean()) for most in range(3))
-    yield from map(Cell, [row] * 3, _AGREEMENT, shares)
-    yield Cell(row, _AGREEMENT[3], int(ulps.max()))
-    yield Cell(row, _AGREEMENT[4], parity.relative_error(*pair))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _outputs(
-    graph: nnx.GraphDef[Block], params: nnx.GraphState, h: jax.Array, embeddings: jax.Array
-) -> jax.Array:
-    return nnx.merge(graph, params)(h, embeddings=embeddings)
+    values = *shares, int(ulps.max()), parity.relative_error(*pair)
+    yield from map(Cell, [row] * 5, _AGREEMENT, values)
 
 
 @register

@@ -27,16 +27,15 @@ flags.DEFINE_bool("dry_run", False, "Print the jobs; train and write nothing.")
 
 
 def main(argv: list[str]) -> None:
-    from experiments.studies.mad import config as mad
-    from experiments.studies.mad.records import gather
-    from experiments.studies.mad.report import sweep_section, tables
+    from experiments.studies.mad import sweep
+    from experiments.studies.mad.records import gather, sweep_section, tables
     from ttcd_jax.files import write_whole
     from ttcd_jax.run.bindings import load_config
     from ttcd_jax.run.directory import RunDirectory
 
-    config = load_config(mad.MADSweepConfig, FLAGS.gin, FLAGS.param, config_dir=cli.CONFIG_DIR)
+    config = load_config(sweep.MADSweepConfig, FLAGS.gin, FLAGS.param, config_dir=cli.CONFIG_DIR)
     if FLAGS.dry_run:
-        print(mad.plan(config))
+        print(sweep.plan(config))
         return
     cli.use_every_core()
     beside = [Path(other) for other in FLAGS.beside]
@@ -44,17 +43,15 @@ def main(argv: list[str]) -> None:
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / f"mad-{Path(FLAGS.gin).stem}")
     run_dir.check_free()
     with run_dir.lock(waits=True):
-        command, data = " ".join(sys.argv) + "\n", {"seed": mad.DATA_SEED}
-        run_dir.claim(config.to_dict(), command, data, layout=mad.SELECTION)
-    mad.train_jobs(config, run_dir.path)
-    records = gather([run_dir.path, *beside])
-    if not records:
-        return  # other processes train every job
-    with run_dir.lock(waits=True):
-        text = tables(records)
-        write_whole(run_dir.path / "tables.txt", text)
-        print(text)
-        sweep_section(records, run_dir.path / "curves.png")
+        command, data = " ".join(sys.argv) + "\n", {"seed": sweep.DATA_SEED}
+        run_dir.claim(config.to_dict(), command, data, layout=sweep.SELECTION)
+    sweep.train_jobs(config, run_dir.path)
+    if records := gather([run_dir.path, *beside]):  # else other processes train every job
+        with run_dir.lock(waits=True):
+            text = tables(records)
+            write_whole(run_dir.path / "tables.txt", text)
+            print(text)
+            sweep_section(records, run_dir.path / "curves.png")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ Next-token tasks take a `Transformer` with an untied head. Compression takes an 
 row is decoded from the hidden state of its last token alone.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from experiments.studies.mad.records import MADMethod
-from experiments.studies.mad.sweep import Problem
 from experiments.studies.mad.tasks import IGNORE, MADConfig
 from ttcd_jax.axes import param
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
@@ -102,8 +102,18 @@ class Autoencoder(Transformer):
         return super().normed(self.decoder_2(self.decoder_1(y)))
 
 
+class Problem(NamedTuple):
+    """One run's functions: `init(key)` gives parameters, `loss_sum(params, batch)` the loss summed
+    over the scored targets of a batch (`sweep.take_rows`), `measure(params, batch)` the `Measures`
+    that are averaged over the batches of the test rows."""
+
+    init: Callable[[jax.Array], Any]
+    loss_sum: Callable[[Any, Batch], jax.Array]
+    measure: Callable[[Any, Batch], Metrics]
+
+
 def mad_problem(task: MADConfig, config: TransformerConfig) -> Problem:
-    """Parameters, training loss, and the `Measures` of test rows."""
+    """The problem of a task, of which `config` is the model."""
     model_class = Autoencoder if task.task == "compression" else Transformer
     off = switched_off(config, task.num_positions)
 

@@ -1,22 +1,38 @@
-"""What a sweep records: a JSON file per finished setting and method, complete or absent."""
+"""What a sweep records, a JSON file per finished setting and method, complete or absent, and the
+scores beside the published ones: tables, footnotes, the picture of learning.
+
+The score of a task is the mean over its settings of the best test accuracy (macro, by the protocol)
+of a setting's learning rates and decays; with several seeds, their mean counts as one run.
+"""
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from experiments.studies.mad.tasks import PUBLISHED, MADConfig, TaskName
+import numpy as np
+from ttcd_kernels.table import Row, format_table
+
+from experiments.studies.mad.tasks import PUBLISHED, TASKS, MADConfig, TaskName, settings
 from ttcd_jax.config import Bound, Config, NonNegative, NonNegativeFloat, Positive, differences
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import lock, read_json, write_whole
+from ttcd_jax.measure.page import Section
+from ttcd_jax.measure.pictures import COLOURS, MARKERS, Picture, save_figure
+from ttcd_jax.methods import METHODS
 from ttcd_jax.models.config import TransformerConfig
 
 # The methods with published scores, and the two without a memory.
 MAD_METHODS = (*PUBLISHED, "swa", "full")
 MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS.__contains__)]
 Layers = tuple[float, float] | None  # a number of each fast layer
+_COLUMNS = 3
+_HOLLOW = {"markerfacecolor": "none", "markersize": 9, "linestyle": ""}
+_BY_LAYER = {"|eta S|/|W|": "memory_ratio", "beta": "gate_mean", "key rank": "key_rank"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,10 +59,11 @@ class RecipeConfig(Config):
 
 
 class Recorded(Config):
-    """A part of a record: JSON has its fields, not its class."""
+    """A part of a record: JSON has its fields, not its class; no optional one that is absent."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: x for name, x in super().to_dict().items() if name != "type"}
+        found = super().to_dict()
+        return {x.name: y for x in dataclasses.fields(self) if (y := found[x.name]) != x.default}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,9 +82,6 @@ class Measures(Recorded):
     memory_ratio: Layers = None
     micro_accuracy: float
     micro_accuracy_off: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: x for name, x in super().to_dict().items() if x is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,18 +136,45 @@ class Record(Job):
     seconds: float
     runs: tuple[Run, ...]
 
+    @property
+    def device(self) -> str:
+        return self.environment["device"]
+
+
+def record_path(sweep: Path, job: Job) -> Path:
+    return sweep / "records" / f"{job.name}.json"
+
+
+@contextlib.contextmanager
+def claim(path: Path) -> Iterator[bool]:
+    """Whether this process does the job of record `path`: it is not recorded yet, and no other
+    process of this machine has claimed it. The claim ends with the block, or with the process."""
+    locks = path.parent / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with (locks / path.stem).open("w") as handle:
+        try:
+            lock(handle)
+            is_ours = not path.exists()
+        except BlockingIOError:
+            is_ours = False
+        yield is_ours
+
+
+def write(path: Path, record: Record) -> None:
+    """Writes the record atomically; it is on disk when this returns."""
+    write_whole(path, json.dumps(record.to_dict(), indent=1, allow_nan=False) + "\n")
+
 
 def read(path: Path) -> Record:
     """The record in a file. Raises `DataError` for a damaged one."""
     try:
         source = read_json(path)
         for run in source["runs"]:
-            run["curve"] = tuple(Point(**point) for point in run["curve"])
+            run["curve"] = [Point(**point) for point in run["curve"]]
             run["metrics"] = None if run["metrics"] is None else Measures(**run["metrics"])
-        source["runs"] = tuple(Run(**run) for run in source["runs"])
+        source["runs"] = [Run(**run) for run in source["runs"]]
         parts = {"data": MADConfig, "recipe": RecipeConfig, "model": TransformerConfig}
-        source |= {name: part.from_dict(source[name]) for name, part in parts.items()}
-        return Record(**source)
+        return Record(**source | {name: x.from_dict(source[name]) for name, x in parts.items()})
     except (ValueError, LookupError, TypeError) as error:
         cause = f"{type(error).__name__}: {error}"
         text = f"{path} is damaged ({cause}): delete the file and run the sweep again"
@@ -150,14 +191,12 @@ def gather(sweeps: Sequence[Path]) -> list[Record]:
             raise UserError(f"{sweep} holds no records: give the folder of a sweep")
         for path in sorted((sweep / "records").glob("*.json")):
             if path.name in records:
-                raise UserError(
-                    f"{sweep} has {path.stem}, and so has another of the sweeps: show one of them "
-                    "without --beside"
-                )
+                text = f"{sweep} has {path.stem}, and so has another of the sweeps"
+                raise UserError(f"{text}: show one of them without --beside")
             records[path.name] = record = read(path)
-            for part, settings in _settings(record).items():
-                first, expected = known.setdefault((record.task, part), (path, settings))
-                if changed := differences(expected, settings):
+            for part, own in _settings(record).items():
+                first, expected = known.setdefault((record.task, part), (path, own))
+                if changed := differences(expected, own):
                     text = f"{path} is of other settings than {first} ({changed[0]})"
                     raise UserError(f"{text}: show one of their sweeps alone")
     return list(records.values())
@@ -174,25 +213,175 @@ def _settings(record: Record) -> dict[str, dict[str, Any]]:
     return {part: {name: found[name] for name in names} for part, names in parts.items()}
 
 
-def record_path(sweep: Path, job: Job) -> Path:
-    return sweep / "records" / f"{job.name}.json"
+class Score(NamedTuple):
+    """The mean of each measure of some runs, and of their curves [evaluations, 2], step and macro
+    accuracy, up to the end of the shortest; empty for no run."""
+
+    means: dict[str, Any]
+    curve: np.ndarray
 
 
-@contextlib.contextmanager
-def claim(path: Path) -> Iterator[bool]:
-    """Whether this process does the job of record `path`: it is not recorded yet, and no other
-    process of this machine has claimed it. The claim ends with the block, or with the process."""
-    locks = path.parent / "locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    with (locks / path.stem).open("w") as handle:
-        try:
-            lock(handle)
-        except BlockingIOError:
-            yield False
-            return
-        yield not path.exists()
+def mean(found: Sequence[Score]) -> Score:
+    """The mean of every measure that all have, and of the curves."""
+    if not found:
+        return Score({}, np.empty((0, 2)))
+    names = [name for name in found[0].means if all(name in x.means for x in found)]
+    length = min(len(x.curve) for x in found)
+    return Score(
+        {name: np.mean([x.means[name] for x in found], axis=0) for name in names},
+        np.mean([x.curve[:length] for x in found], axis=0),
+    )
 
 
-def write(path: Path, record: Record) -> None:
-    """Writes the record atomically; it is on disk when this returns."""
-    write_whole(path, json.dumps(record.to_dict(), indent=1, allow_nan=False) + "\n")
+def best_run(record: Record) -> Score | None:
+    """The pair of rate and decay with the highest mean accuracy over its seeds; None where every
+    pair has a run that failed."""
+    pairs: dict[Any, list[Any]] = {}
+    for run in record.runs:
+        pair = {"rate": run.rate, "weight_decay": run.weight_decay}
+        curve = [(x.epoch * record.steps / record.epochs, x.macro_accuracy) for x in run.curve]
+        score = run.metrics and Score(run.metrics.to_dict() | pair, np.reshape(curve, (-1, 2)))
+        pairs.setdefault((*pair.values(),), []).append(score)
+    complete = [mean(found) for found in pairs.values() if all(found)]
+    return max(complete, key=lambda x: x.means["macro_accuracy"], default=None)
+
+
+def best_text(record: Record) -> str:
+    if (best := best_run(record)) is None:
+        return "no run stayed finite"
+    text = "accuracy {macro_accuracy:.3f} at rate {rate:g}, decay {weight_decay:g}"
+    return text.format(**best.means)
+
+
+def scores(records: Sequence[Record]) -> dict[tuple[str, str], Score]:
+    """By task and method, the mean of the best runs over the settings that have one: the footnotes
+    report how many runs failed."""
+    found = {}
+    for pair in itertools.product(TASKS, MAD_METHODS):
+        if chosen := [x for x in records if (x.task, x.method) == pair]:
+            found[pair] = mean([best for best in map(best_run, chosen) if best])
+    return found
+
+
+def sweep_section(records: Sequence[Record], picture: Path) -> Section:
+    """The scores and their picture, which is drawn."""
+    draw_curves(picture, records)
+    sentence = "Test accuracy of six synthetic tasks by step; hollow: published, at full budget. "
+    pictures = [Picture(Path(picture.name), f"{sentence}{'. '.join(footnotes(records))}.")]
+    return Section("MAD: synthetic tasks", score_table(records), pictures)
+
+
+def tables(records: Sequence[Record]) -> str:
+    """The tables as text."""
+    parts = ["\nMAD: best test accuracy over the runs of a setting, mean over settings, in percent"]
+    parts += [format_table(score_table(records)), *footnotes(records)]
+    if table := memory_table(records):
+        parts.append("\nThe memory (best run of each setting, mean over settings)")
+        parts.append(format_table(table))
+    return "\n".join(parts) + "\n"
+
+
+def score_table(records: Sequence[Record]) -> list[Row]:
+    """A row per method, a column per task: macro accuracy / micro accuracy (published macro
+    accuracy). The mean is over the tasks that have a score."""
+    rows, found = {}, scores(records)
+    names = [*dict.fromkeys(task for task, _ in found), "mean"]
+    for method in (x for x in MAD_METHODS if any(x in pair for pair in found)):
+        rows[method] = row = {"method": METHODS[method].label} | dict.fromkeys(names, "-")
+        own = {task: found[task, method].means for task in names if (task, method) in found}
+        accuracies = ("macro_accuracy", "micro_accuracy")
+        own = {task: [100 * x[name] for name in accuracies] for task, x in own.items() if x}
+        for task, (macro, micro) in own.items():
+            row[task] = f"{macro:.1f} / {micro:.1f}"
+            row["mean"] = f"{np.mean([*own.values()], axis=0)[0]:.1f}"
+        if own and method in PUBLISHED:
+            published = {task: PUBLISHED[method][task] for task in own}
+            for task, score in (published | {"mean": np.mean([*published.values()])}).items():
+                row[task] += f" ({score:.1f})"
+    return [*rows.values()]
+
+
+def memory_table(records: Sequence[Record]) -> list[Row]:
+    """A row per task and method with a memory that can be switched off: accuracy with it on and
+    off (macro, percent), and by layer |eta S| / |W_base|, beta, and the keys' effective rank."""
+    rows = []
+    for (task, method), (means, _) in scores(records).items():
+        if "macro_accuracy_off" in means:
+            row = {"task": task, "method": METHODS[method].label}
+            for title, name in (("on", "macro_accuracy"), ("off", "macro_accuracy_off")):
+                row[title] = f"{100 * means[name]:.1f}"
+            for title, name in _BY_LAYER.items():
+                row[title] = " ".join(f"{x:.3g}" for x in means.get(name, ())) or "-"
+            rows.append(row)
+    return rows
+
+
+def footnotes(records: Sequence[Record]) -> list[str]:
+    """The protocol, the budget and the options of the tables."""
+    runs, counts, budgets = [run for record in records for run in record.runs], [], {}
+    for task in TASKS:
+        if chosen := [x for x in records if x.task == task]:
+            counts.append(f"{task} {len({x.setting for x in chosen})} of {len(settings(task))}")
+            text = (
+                f"{_span(chosen, 'steps')} steps ({_span(chosen, 'epochs')} epochs) of "
+                f"{_span(chosen, 'recipe.batch_size')} rows, {_span(chosen, 'num_train')} training "
+                f"rows (published: {_span(chosen, 'published_num_train')}), "
+                f"{_span(chosen, 'num_test')} test rows"
+            )
+            budgets.setdefault(text, []).append(task)
+    return [
+        "cells: macro / micro accuracy on the test rows (published macro accuracy; all settings, "
+        "200 epochs, 3 rates, 2 decays); means in brackets are ours, of the scores in brackets",
+        f"settings: {', '.join(counts)}",
+        *(f"budget of {', '.join(tasks)}: {text}" for text, tasks in budgets.items()),
+        f"runs: rates {_values(runs, 'rate')}, decays {_values(runs, 'weight_decay')}, seeds "
+        f"{_values(runs, 'seed')}; {sum(x.failed_at is not None for x in runs)} of {len(runs)} not "
+        "finite, without a score",
+        f"schedule {_values(records, 'recipe.schedule')}, score of the last epoch "
+        "(published code: constant, of the lowest test loss, stops at accuracy 0.999)",
+        f"initial standard deviation {_values(records, 'model.init_std')} (published: 0.02)",
+        f"computed in {_values(records, 'model.precision.compute')} on "
+        f"{_values(records, 'device')}",
+    ]
+
+
+def _span(found: Sequence[Any], name: str) -> str:
+    values = [*map(operator.attrgetter(name), found)]
+    return " to ".join(f"{x:,}" for x in dict.fromkeys((min(values), max(values))))
+
+
+def _values(found: Sequence[Any], name: str) -> str:
+    """The distinct values as text, sorted."""
+    return ", ".join(sorted({str(operator.attrgetter(name)(x)) for x in found}))
+
+
+def draw_curves(path: Path, records: Sequence[Record]) -> None:
+    """A PNG with a panel per task: macro accuracy on the test rows by step, a line per method; at
+    the right edge, hollow, the published scores at full budget."""
+    found = scores(records)
+    tasks = [*dict.fromkeys(task for task, _ in found)]
+    num_rows = -(-len(tasks) // _COLUMNS)
+
+    def draw(figure: Any) -> None:
+        panels = figure.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
+        legend: dict[str, Any] = {}
+        for (task, method), (_, curve) in found.items():
+            axes, index = panels[tasks.index(task)], MAD_METHODS.index(method)
+            axes.set(title=task, xlabel="steps", ylim=(-2, 104))
+            look = {"color": COLOURS[index], "marker": MARKERS[index]}
+            if len(curve):
+                (line,) = axes.plot(curve[:, 0], 100 * curve[:, 1], markersize=4, **look)
+                legend.setdefault(METHODS[method].label, line)
+            if len(curve) and method in PUBLISHED:
+                score, right = PUBLISHED[method][task], 1.04 * curve[-1, 0]
+                axes.plot([right], [score], clip_on=False, **look, **_HOLLOW)
+        for axes in panels[len(tasks) :]:
+            axes.set_axis_off()
+        grey = {"marker": "o", "color": "#555555"}
+        (legend["published, at full budget"],) = panels[0].plot([], **grey, **_HOLLOW)
+        for axes in panels[::_COLUMNS]:
+            axes.set_ylabel("macro accuracy, %")
+        look = {"loc": "outside lower center", "ncols": 8, "frameon": False}
+        figure.legend(legend.values(), legend.keys(), **look)
+
+    save_figure(path, draw, size=(14, 3.9 * num_rows + 0.6), dpi=110)

@@ -1,4 +1,5 @@
-"""Many small runs as one program: R runs of one model that differ in rate, decay and seed.
+"""MAD sweeps, root of the files in configs/mad/: R runs that differ in rate, decay and seed are
+one program, whose results are a record.
 
 The training step of the library (`train.step`) is vmapped over the runs, and the runs are split
 among the devices. An epoch is a scan inside the compiled function: one dispatch per step would
@@ -7,9 +8,14 @@ its last good parameters and takes no further step; the numbers of the others do
 bit. Runs that do not fit into device memory together are trained in groups.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,35 +23,129 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
-from ttcd_kernels.measure import needed_bytes
+from ttcd_kernels import measure
 
-from experiments.studies.mad.records import Measures, Point, RecipeConfig, Run
-from experiments.studies.mad.tasks import IGNORE, Rows, Splits
+from experiments.studies.mad import records
+from experiments.studies.mad.models import Problem, mad_config, mad_problem
+from experiments.studies.mad.records import Job, MADMethod, Measures, Point, RecipeConfig, Run
+from experiments.studies.mad.tasks import IGNORE, TASKS, Rows, TaskName, instances, settings
+from ttcd_jax.config import DISTINCT, Bound, Config, NonNegativeFloat, Positive, PositiveFloat
+from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.batch import replicated
+from ttcd_jax.terminal import Progress
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
 from ttcd_jax.train.state import TrainState, state_of
 from ttcd_jax.train.step import Batch, Metrics, is_finite, step_with
 
+# Fields that choose the jobs and change no result: records of one directory may differ in them.
+SELECTION = ("tasks", "settings", "methods")
+DATA_SEED = 12345  # the seed of the published rows
+_Seed = Annotated[int, Bound("in 0 .. 2^32 - 1", lambda value: 0 <= value < 2**32)]
 _MIN_RATE = 1e-6
 _NUM_EVALUATIONS = 10
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MADSweepConfig(Config):
+    """A sweep: every setting of `tasks` is trained with every method, and with all combinations of
+    `rates`, `weight_decays` and `seeds` in one compiled program.
+
+    `num_train` lowers the number of training rows. `init_std` is that of all normal
+    initialisations; with a larger one recall is learned from far fewer rows
+    (experiments/RESULTS.md). `corrects_errors`: IP-TTCD by the delta rule, as in the small recipes.
+    """
+
+    recipe: RecipeConfig
+    precision: Precision
+    tasks: Annotated[tuple[TaskName, ...], DISTINCT] = TASKS
+    settings: Literal["default", "all"] = "default"
+    methods: Annotated[tuple[MADMethod, ...], DISTINCT] = records.MAD_METHODS
+    rates: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = (1e-4, 5e-4, 1e-3)
+    weight_decays: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = (0.0, 0.1)
+    seeds: Annotated[tuple[_Seed, ...], DISTINCT] = (12345,)
+    num_train: Positive | None = None
+    num_test: Positive = 1280
+    init_std: PositiveFloat = 0.02
+    corrects_errors: bool = False
+
+
 class Hyper(NamedTuple):
-    """The hyperparameters of the runs, [R] each. The seed sets parameters and row order."""
+    """The hyperparameters of the runs, [R] each; the seed, uint32, is of parameters and order."""
 
     rate: Any
     weight_decay: Any
     seed: Any
 
 
-class Problem(NamedTuple):
-    """One run's functions: `init(key)` gives parameters, `loss_sum(params, batch)` the loss summed
-    over the scored targets of a batch (`take_rows`), `measure(params, batch)` the `Measures` that
-    are averaged over the batches of the test rows."""
+def hyper(config: MADSweepConfig) -> Hyper:
+    """The hyperparameters of a job's runs, the same for every job."""
+    grid = itertools.product(config.rates, config.weight_decays, config.seeds)
+    return Hyper(*map(np.array, zip(*grid, strict=True), (float, float, np.uint32)))
 
-    init: Callable[[jax.Array], Any]
-    loss_sum: Callable[[Any, Batch], jax.Array]
-    measure: Callable[[Any, Batch], Metrics]
+
+def jobs(config: MADSweepConfig) -> list[Job]:
+    """All jobs by setting; the methods of a setting are adjacent, since they share the rows."""
+    stop = None if config.settings == "all" else 1
+    chosen = [setting for task in config.tasks for setting in settings(task)[:stop]]
+    fields: dict[str, Any] = {"init_std": config.init_std, "precision": config.precision}
+    fields["corrects_errors"] = config.corrects_errors
+    found = []
+    for (name, data, num_rows), method in itertools.product(chosen, config.methods):
+        num_train = min(num_rows, config.num_train or num_rows)
+        epochs = config.recipe.num_epochs(num_train)
+        sizes = {"num_train": num_train, "num_test": config.num_test, "epochs": epochs}
+        sizes["steps"] = epochs * config.recipe.steps_per_epoch(num_train)
+        parts = {"data": data, "recipe": config.recipe, "model": mad_config(method, data, **fields)}
+        names = {"task": data.task, "setting": name, "method": method}
+        found.append(Job(**names, **sizes, **parts, published_num_train=num_rows))
+    return found
+
+
+def plan(config: MADSweepConfig) -> str:
+    """A line per job, and the number of runs."""
+    every_job, runs = jobs(config), len(hyper(config).rate)
+    lines = [f"{x.name}: {runs} runs of {x.steps:,} steps ({x.epochs} epochs)" for x in every_job]
+    num_settings = len(every_job) // len(config.methods)
+    total = f"{runs * num_settings} runs per method, {runs * len(every_job)} runs in all"
+    return "\n".join([*lines, f"{num_settings} settings, {total}"])
+
+
+def train_jobs(config: MADSweepConfig, folder: Path) -> None:
+    """Trains every job neither recorded in `folder` nor claimed by another process. Prints a line
+    per finished job; the time left is that of the tokens left at the speed of all processes."""
+    every_job = jobs(config)
+    pending = [job for job in every_job if not records.record_path(folder, job).exists()]
+    print(f"{folder}: {len(every_job) - len(pending)} of {len(every_job)} recorded", flush=True)
+    rows = functools.lru_cache(maxsize=1)(instances)
+    # Steps times positions per row, proportional to tokens: all jobs share the batch size.
+    work = [*itertools.accumulate(job.steps * job.data.num_positions for job in pending)]
+    progress = Progress(sys.stdout, work[-1] if work else 0, start=0)
+    for number, job in enumerate(pending, 1):
+        path = records.record_path(folder, job)
+        with records.claim(path) as is_ours:
+            if not is_ours:
+                continue
+
+            def show(text: str, name: str = job.name) -> None:
+                if progress.is_live:
+                    progress.show(f"{name}: {text}")
+
+            show("compiling")
+            start, sizes = time.monotonic(), {"num_train": job.num_train, "num_test": job.num_test}
+            train, test = rows(job.data, seed=DATA_SEED, **sizes)
+            problem = mad_problem(job.data, job.model)
+            runs = train_runs(
+                *(job.recipe, problem, train, test, hyper(config)),
+                budget_bytes=measure.usable_bytes(),
+                on_evaluation=lambda done, accuracy: show(f"{done:.0%}, accuracy {accuracy:.3f}"),
+            )
+            found = {"environment": measure.environment(), "runs": tuple(runs)}
+            found["seconds"] = round(time.monotonic() - start, 1)
+            record = records.Record(**vars(job), **found)
+            records.write(path, record)
+        line = f"[{number}/{len(pending)}] {job.name}: {records.best_text(record)}"
+        left = progress.left(work[number - 1]) if number < len(pending) else ""
+        progress.show(f"{line}, {record.seconds:.0f} s{left and f', {left}'}", is_last=True)
 
 
 class RunState(NamedTuple):
@@ -85,54 +185,10 @@ def _optimizer(schedule: optax.Schedule, weight_decay: Any) -> optax.GradientTra
     return build_optimizer(adamw, schedule, {}, weight_decay)
 
 
-def _train(
-    config: RecipeConfig,
-    problem: Problem,
-    run: RunState,
-    hyper: Hyper,
-    rows: Rows,
-    first: jax.Array,
-    stop: jax.Array,
-) -> RunState:
-    """Epochs first .. stop - 1 of one run, each over all rows in a new order."""
-    key = jax.random.fold_in(jax.random.key(hyper.seed), 1)
-    num_rows = len(rows.inputs)
-
-    def rate(step: jax.typing.ArrayLike) -> jax.Array:
-        epoch = jnp.asarray(step) // config.steps_per_epoch(num_rows)
-        return rate_of_epoch(config, hyper.rate, epoch, config.num_epochs(num_rows))
-
-    gradients = jax.value_and_grad(
-        lambda params, batch, _: (problem.loss_sum(params, batch), {}), has_aux=True
-    )
-    step = step_with(gradients, _optimizer(rate, hyper.weight_decay), rate)
-
-    def one_step(run: RunState, index: jax.Array) -> tuple[RunState, jax.Array]:
-        """One step of a run; from a step that fails on, nothing of the run changes."""
-        new, metrics = step(run.train, take_rows(rows, index))
-        is_active, is_good = run.failed_at < 0, is_finite(metrics)
-        train = jax.tree.map(functools.partial(jnp.where, is_active & is_good), new, run.train)
-        failed_at = jnp.where(is_active & ~is_good, run.train["step"], run.failed_at)
-        return RunState(train, failed_at, run.loss), jnp.asarray(metrics["loss"])
-
-    def epoch_of(epoch: jax.Array, run: RunState) -> RunState:
-        order = jax.random.permutation(jax.random.fold_in(key, epoch), num_rows)
-        new, losses = jax.lax.scan(one_step, run, _batches(config, order))
-        loss = jnp.where(run.failed_at < 0, jnp.mean(losses).astype(jnp.float32), run.loss)
-        return new._replace(loss=loss)
-
-    return jax.lax.fori_loop(first, stop, epoch_of, run)
-
-
-def sweep_mesh(devices: Sequence[Any]) -> Mesh:
-    """A mesh of one axis; each device has its own runs, and none waits for another."""
-    return jax.make_mesh((len(devices),), ("runs",), (AxisType.Auto,), devices=devices)
-
-
-def programs(config: RecipeConfig, problem: Problem, mesh: Mesh) -> tuple[Any, Any, Any]:
+def programs(config: RecipeConfig, problem: Problem, mesh: Mesh) -> tuple[Any, Any]:
     """The jitted functions of R runs, which the number of devices divides: `init(hyper)` gives a
-    `RunState`, `train(state, hyper, rows, first, stop)` donates and gives one, after the epochs
-    first .. stop - 1, `measure(params, rows)` gives the measures."""
+    `RunState`, `train(state, hyper, rows, test_rows, first, stop)` donates and gives one, after the
+    epochs first .. stop - 1, each over all rows in a new order, and the measures then."""
     runs, whole = PartitionSpec("runs"), PartitionSpec()
 
     def of_all(function: Callable[..., Any], *specs: PartitionSpec, donated: tuple = ()) -> Any:
@@ -146,91 +202,101 @@ def programs(config: RecipeConfig, problem: Problem, mesh: Mesh) -> tuple[Any, A
         state = state_of(_optimizer(lambda _: 0.0, 0.0), params)
         return RunState(state, failed_at=state["step"] - 1, loss=jnp.full((), jnp.nan, jnp.float32))
 
-    def measure(params: Any, rows: Rows) -> Metrics:
-        indices = _batches(config, jnp.arange(len(rows.inputs)))
-        per_batch = jax.lax.map(lambda i: problem.measure(params, take_rows(rows, i)), indices)
-        return jax.tree.map(lambda x: x.mean(0), per_batch)
+    def loss_sum(params: Any, batch: Batch, _: Any) -> tuple[jax.Array, Metrics]:
+        return problem.loss_sum(params, batch), {}
 
-    train = functools.partial(_train, config, problem)
-    of_epochs = of_all(train, runs, runs, whole, whole, whole, donated=(0,))
-    return of_all(init, runs), of_epochs, of_all(measure, runs, whole)
+    def train(
+        run: RunState, hyper: Hyper, rows: Rows, test_rows: Rows, first: jax.Array, stop: jax.Array
+    ) -> tuple[RunState, Metrics]:
+        key = jax.random.fold_in(jax.random.key(hyper.seed), 1)
+        first_rate, decay = (x.astype(jnp.float32) for x in hyper[:2])
+        num_rows = len(rows.inputs)
+
+        def rate(step: jax.typing.ArrayLike) -> jax.Array:
+            epoch = jnp.asarray(step) // config.steps_per_epoch(num_rows)
+            return rate_of_epoch(config, first_rate, epoch, config.num_epochs(num_rows))
+
+        gradients = jax.value_and_grad(loss_sum, has_aux=True)
+        step = step_with(gradients, _optimizer(rate, decay), rate)
+
+        def one_step(run: RunState, index: jax.Array) -> tuple[RunState, jax.Array]:
+            """From a step that fails on, nothing of the run changes."""
+            new, metrics = step(run.train, take_rows(rows, index))
+            is_active, is_good = run.failed_at < 0, is_finite(metrics)
+            train = jax.tree.map(functools.partial(jnp.where, is_active & is_good), new, run.train)
+            failed_at = jnp.where(is_active & ~is_good, run.train["step"], run.failed_at)
+            return RunState(train, failed_at, run.loss), jnp.asarray(metrics["loss"])
+
+        def epoch_of(epoch: jax.Array, run: RunState) -> RunState:
+            order = jax.random.permutation(jax.random.fold_in(key, epoch), num_rows)
+            new, losses = jax.lax.scan(one_step, run, _batches(config, order))
+            loss = jnp.where(run.failed_at < 0, jnp.mean(losses).astype(jnp.float32), run.loss)
+            return new._replace(loss=loss)
+
+        run = jax.lax.fori_loop(first, stop, epoch_of, run)
+        test_batches = _batches(config, jnp.arange(len(test_rows.inputs)))
+        measures = jax.lax.map(
+            lambda index: problem.measure(run.train["params"], take_rows(test_rows, index)),
+            test_batches,
+        )
+        return run, jax.tree.map(lambda x: x.mean(0), measures)
+
+    return of_all(init, runs), of_all(train, runs, runs, *[whole] * 4, donated=(0,))
 
 
 def train_runs(
     config: RecipeConfig,
     problem: Problem,
-    splits: Splits,
+    rows: Rows,
+    test_rows: Rows,
     hyper: Hyper,
     *,
     budget_bytes: int | None = None,
     on_evaluation: Callable[[float, float], None] = lambda done, accuracy: None,
 ) -> list[Run]:
-    """All runs of `hyper`, in its order, in as few groups as fit `budget_bytes` of a device, by the
-    compiler's account of all runs together. Devices beyond the number of runs stay idle.
-    `on_evaluation` is called with the share of the work done and the group's best macro accuracy.
+    """All runs of `hyper`, in its order, in groups that fit `budget_bytes` of a device, each half
+    of those that do not, evaluated every few epochs and after the last one. Devices beyond the
+    number of runs stay idle. `on_evaluation` is called with the share of the work done and the
+    group's best macro accuracy.
     """
-    num_runs, num_epochs = len(hyper.rate), config.num_epochs(len(splits.train.inputs))
-    mesh = sweep_mesh(jax.devices()[:num_runs])
-    splits = jax.device_put(splits, replicated(mesh))
-    init, train, measure = programs(config, problem, mesh)
+    num_runs, num_epochs = len(hyper.rate), config.num_epochs(len(rows.inputs))
+    devices = jax.devices()[:num_runs]
+    mesh = jax.make_mesh((len(devices),), ("runs",), (AxisType.Auto,), devices=devices)
+    init, train = programs(config, problem, mesh)
+    splits = jax.device_put((rows, test_rows), replicated(mesh))
 
-    def compiled(size: int) -> Any:
-        part = _on_device(Hyper(*np.zeros((3, size))))
-        return train.lower(jax.eval_shape(init, part), part, splits.train, 0, 0).compile()
+    def groups(per_device: int) -> tuple[list[Hyper], Any]:
+        """Groups of one size, the last one filled up with copies of the last run; their program."""
+        size = per_device * mesh.size
+        padded = np.minimum(np.arange(-(-num_runs // size) * size), num_runs - 1)
+        parts = [Hyper(*(x[group] for x in hyper)) for group in padded.reshape(-1, size)]
+        lowered = train.lower(jax.eval_shape(init, parts[0]), parts[0], *splits, 0, 0)
+        program = lowered.compile()
+        if budget_bytes is None or measure.needed_bytes(program) <= budget_bytes or per_device == 1:
+            return parts, program
+        return groups(-(-per_device // 2))
 
-    size = group_size(num_runs, mesh.size, 0, None)
-    of_group = compiled(size)
-    fitting = group_size(num_runs, mesh.size, needed_bytes(of_group), budget_bytes)
-    if fitting != size:
-        size, of_group = fitting, compiled(fitting)
-    # The last group is filled up with copies of the last run: one program for all groups.
-    padded = np.minimum(np.arange(-(-num_runs // size) * size), num_runs - 1)
-    groups, finished = padded.reshape(-1, size), []
-    for number, group in enumerate(groups):
-        part, runs = Hyper(*(np.asarray(x)[group] for x in hyper)), []
-        for done, runs in _train_group(init, of_group, measure, splits, part, num_epochs):
+    parts, train_group = groups(-(-num_runs // mesh.size))
+    every, finished = -(-num_epochs // _NUM_EVALUATIONS), []
+    for number, part in enumerate(parts):
+        own = zip(*(x.tolist() for x in part), strict=True)
+        start = {"failed_at": None, "metrics": None, "curve": ()}
+        runs = [Run(rate=x, weight_decay=decay, seed=seed, **start) for x, decay, seed in own]
+        state = init(part)
+        for first in range(0, num_epochs, every):
+            stop = min(first + every, num_epochs)
+            state, measures = train_group(state, part, *splits, first, stop)
+            found = jax.device_get((measures, state.loss, state.failed_at))
+            runs = [
+                _evaluated(run, stop, *jax.tree.map(lambda x, i=index: x[i].tolist(), found))
+                for index, run in enumerate(runs)
+            ]
             best = max(run.curve[-1].macro_accuracy for run in runs)
-            on_evaluation((number + done) / len(groups), best)
+            on_evaluation((number + stop / num_epochs) / len(parts), best)
+            if all(run.failed_at is not None for run in runs):
+                break
         finished += runs
     return finished[:num_runs]
-
-
-def group_size(num_runs: int, num_devices: int, needed: int, budget: int | None) -> int:
-    """Runs that are trained together, the same number on each device, at least one. `needed`:
-    bytes on a device if all are; groups are as equal as possible."""
-    per_device = -(-num_runs // num_devices)
-    if budget is None or needed <= budget:
-        return per_device * num_devices
-    groups = -(-per_device // max(per_device * budget // needed, 1))
-    return -(-per_device // groups) * num_devices
-
-
-def _on_device(hyper: Hyper) -> Hyper:
-    return Hyper(*map(np.asarray, hyper, Hyper(np.float32, np.float32, np.uint32)))
-
-
-def _train_group(
-    init: Any, train: Any, measure: Any, splits: Splits, part: Hyper, num_epochs: int
-) -> Iterator[tuple[float, list[Run]]]:
-    """Trains the runs of `part`; gives the share of epochs that is done, and the runs evaluated,
-    every few epochs and after the last one."""
-    hyper, every = _on_device(part), -(-num_epochs // _NUM_EVALUATIONS)
-    own = zip(*(x.tolist() for x in part), strict=True)
-    named = (dict(zip(part._fields, values, strict=True)) for values in own)
-    runs = [Run(**values, failed_at=None, metrics=None, curve=()) for values in named]
-    state = init(hyper)
-    for first in range(0, num_epochs, every):
-        epoch = min(first + every, num_epochs)
-        state = train(state, hyper, splits.train, first, epoch)
-        measured = measure(state.train["params"], splits.test)
-        found = jax.device_get((measured, state.loss, state.failed_at))
-        runs = [
-            _evaluated(run, epoch, *jax.tree.map(lambda x, i=index: x[i].tolist(), found))
-            for index, run in enumerate(runs)
-        ]
-        yield epoch / num_epochs, runs
-        if all(run.failed_at is not None for run in runs):
-            return
 
 
 def _evaluated(
@@ -239,14 +305,11 @@ def _evaluated(
     """The run with an evaluation; unchanged if it had failed before."""
     if run.failed_at is not None:
         return run
-    loss, accuracy = measures["loss"], measures["macro_accuracy"]
-    losses = {"loss": _finite(loss), "training_loss": _finite(training_loss)}
+    losses = {"loss": measures["loss"], "training_loss": training_loss}
+    losses = {name: x if np.isfinite(x) else None for name, x in losses.items()}
+    accuracy = measures["macro_accuracy"]
     curve = (*run.curve, Point(epoch=epoch, macro_accuracy=accuracy, **losses))
     if failed_at >= 0:
         return run.replace(failed_at=failed_at, metrics=None, curve=curve)
     finite = {name: x for name, x in measures.items() if np.isfinite(x).all()}
     return run.replace(metrics=Measures(**finite), curve=curve)
-
-
-def _finite(x: float) -> float | None:
-    return x if np.isfinite(x) else None

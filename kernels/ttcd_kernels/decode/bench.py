@@ -77,12 +77,12 @@ def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
 
 def implementations(case: Case) -> dict[str, Callable[..., Any]]:
     """(q, k_cache, v_cache) -> (teacher, student)."""
-    windows = case.teacher_window, case.student_window
+    teacher, student = windows = case.teacher_window, case.student_window
+    options: Any = {"teacher_window": teacher, "student_window": student}
 
     def dual(implementation: Implementation) -> Callable[..., Any]:
-        reach = {"teacher_window": windows[0], "student_window": windows[1]}
-        options: Any = {**reach, "implementation": implementation}
-        return lambda q, k, v: decode_attention(q, k, v, case.positions, **options)
+        run = functools.partial(decode_attention, **options, implementation=implementation)
+        return lambda q, k, v: run(q, k, v, case.positions)
 
     def twice(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> tuple[jax.Array, ...]:
         """JAX's attention, one masked call per window."""
@@ -92,8 +92,7 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
             attend(q[:, None], k_cache, v_cache, mask=x[:, None, None])[:, 0] for x in visible
         )
 
-    functions = {"xla": dual("xla")}
-    operands: Any = operand_shapes(case)
+    functions, operands = {"xla": dual("xla")}, operand_shapes(case)
     if triton_call.unsupported(*operands) is None:
         functions["triton"] = dual("triton")
     return functions | {"jax.nn twice": twice}

@@ -40,30 +40,21 @@ def decode(
     return everywhere(run, "qKKp -> qqll", q, k_cache, v_cache, position)
 
 
-def _launch(
-    windows: Windows,
-    tile: Tile,
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    position: jax.Array,
-) -> Results:
+def _launch(windows: Windows, tile: Tile, *arrays: jax.Array) -> Results:
     from ttcd_kernels.decode.triton_kernels import decode_attention, decode_merge
 
-    B, N, H = q.shape
-    num_slots, K = k_cache.shape[1:3]
+    q, k_cache, v_cache, position = arrays
+    (B, N, H), (num_slots, K) = q.shape, k_cache.shape[1:3]
     slices = slices_for(tile, B * K, windows.teacher, windows.student)
     num_slices = slices.near + slices.far
+    share = num_slices, B, N, H
     shares = launch.launch(
         decode_attention,
         *(q, k_cache, v_cache, position.astype(jnp.int32)),
         *(B, N, K, num_slots),
         *(windows.teacher, windows.student, slices.keys, slices.near),
         np.float32(windows.scale * launch.LOG2E),
-        out_shape=[
-            jax.ShapeDtypeStruct((num_slices, B, N, H), jnp.float32),
-            jax.ShapeDtypeStruct((num_slices, B, N), jnp.float32),
-        ],
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (share, share[:-1])],
         grid=(num_slices, K, B),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

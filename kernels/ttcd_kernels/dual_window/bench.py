@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import mosaic_call, tiles, triton_call, tuning
-from ttcd_kernels.dual_window.api import Implementation, dual_window_attention, window_attention
+from ttcd_kernels.dual_window.api import dual_window_attention, window_attention
 from ttcd_kernels.measure import Work
 from ttcd_kernels.windows import Windows
 
@@ -116,44 +116,44 @@ def with_tuning(case: Case, table: tuning.Tuning) -> Callable[..., Any]:
 
 def implementations(case: Case) -> dict[str, Callable[..., Any]]:
     """(q, k, v) -> (teacher, student); peers with one window return a tuple of one."""
-    windows = case.teacher_window, case.student_window
-    ids = None
+    teacher, student = windows = case.teacher_window, case.student_window
+    options: dict[str, Any] = {"segment_ids": None}
     if case.has_documents:
         row = jnp.arange(case.length) * 3 // case.length
-        ids = jnp.broadcast_to(row, (case.batch, case.length))
+        options = {"segment_ids": jnp.broadcast_to(row, (case.batch, case.length))}
+    single = functools.partial(window_attention, **options)
+    options |= {"teacher_window": teacher, "student_window": student}
+    dual = functools.partial(dual_window_attention, **options)
 
-    def dual(implementation: Implementation) -> Callable[..., Any]:
-        reach = {"teacher_window": windows[0], "student_window": windows[1]}
-        options: Any = {**reach, "segment_ids": ids, "implementation": implementation}
-        return functools.partial(dual_window_attention, **options)
+    def each(
+        attend: Callable[..., Any], implementation: str, *windows: int | None
+    ) -> Callable[..., Any]:
+        """A call per window, each with its own gradient."""
+        attend = functools.partial(attend, implementation=implementation)
+        return lambda *qkv: tuple(attend(*qkv, window=window) for window in windows)
 
-    def single(implementation: Implementation, *windows: int | None) -> Callable[..., Any]:
-        options: Any = {"segment_ids": ids, "implementation": implementation}
-        return lambda *qkv: tuple(window_attention(*qkv, window=w, **options) for w in windows)
-
-    functions = {"xla": dual("xla"), "xla two calls": single("xla", *windows)}
+    functions: dict[str, Callable[..., Any]] = {
+        "xla": functools.partial(dual, implementation="xla")
+    }
+    functions["xla two calls"] = each(single, "xla", *windows)
     qkv: Any = operand_shapes(case)[:3]
     if triton_call.unsupported(*qkv) is None:
-        functions |= {"triton": dual("triton"), "triton teacher": single("triton", windows[0])}
+        functions["triton"] = functools.partial(dual, implementation="triton")
+        functions["triton teacher"] = each(single, "triton", teacher)
     if mosaic_call.unsupported(*qkv) is None:
-        functions["mosaic"] = dual("mosaic")
+        functions["mosaic"] = functools.partial(dual, implementation="mosaic")
     if case.has_documents:  # the peers do not support them
         return functions
-    peers: dict[str, tuple[Any, str]] = {}  # name to attention, its implementation
-    if jax.default_backend() == "gpu":
-        peers["cudnn"] = jax.nn.dot_product_attention, "cudnn"
+    peers = {"cudnn": (jax.nn, "cudnn")} if jax.default_backend() == "gpu" else {}
     if importlib.util.find_spec("tokamax") is not None:
-        peers["tokamax"] = importlib.import_module("tokamax").dot_product_attention, "mosaic"
-    for name, peer in peers.items():
-        functions[f"{name} teacher"] = _stock(*peer, windows[0])
-        functions[f"{name} both"] = _stock(*peer, *windows)
+        peers["tokamax"] = importlib.import_module("tokamax"), "mosaic"
+    for name, (library, implementation) in peers.items():
+        stock = functools.partial(_stock, library.dot_product_attention)
+        functions[f"{name} teacher"] = each(stock, implementation, teacher)
+        functions[f"{name} both"] = each(stock, implementation, *windows)
     return functions
 
 
-def _stock(
-    attention: Callable[..., Any], implementation: str, *windows: int | None
-) -> Callable[..., Any]:
-    """A stock attention called once per window, each call with its own gradient."""
-    attend = functools.partial(attention, is_causal=True, implementation=implementation)
-    sizes = [None if window is None else (window - 1, 0) for window in windows]
-    return lambda *qkv: tuple(attend(*qkv, local_window_size=size) for size in sizes)
+def _stock(attention: Callable[..., Any], *qkv: Any, window: int | None, **options: Any) -> Any:
+    size = None if window is None else (window - 1, 0)
+    return attention(*qkv, is_causal=True, local_window_size=size, **options)

@@ -11,30 +11,16 @@ with D = rowsum(dO * O) - d_lse: five matrix products per query-key pair of the 
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
 
 from ttcd_kernels.partitioning import everywhere
 from ttcd_kernels.windows import Ids, Keys, Queries, Results
 
 ATTENTION = "attention"  # the checkpoint name of results
-
-
-class Residuals(NamedTuple):
-    """Operands and results saved for the backward, which recomputes the scores."""
-
-    q: Queries
-    k: Keys
-    v: Keys
-    segment_ids: Ids | None
-    teacher: Queries
-    student: Queries
-    teacher_lse: Float[Array, "B T N"]  # float32 or float64
-    student_lse: Float[Array, "B T N"]
 
 
 type QKV = tuple[Queries, Keys, Keys]
@@ -44,7 +30,7 @@ def with_gradients(
     forward: Callable[..., Results], backward: Callable[..., QKV], *operands: jax.Array | None
 ) -> Results:
     """`forward(q, k, v, segment_ids)`, made differentiable in q, k, v through all four results by
-    `backward(*backward_operands)`.
+    `backward(*backward_operands)`, which recomputes the scores.
 
     The results carry the checkpoint name `ATTENTION`: a remat policy that saves them runs nothing
     again, because they are computed outside of the function with the VJP.
@@ -54,12 +40,12 @@ def with_gradients(
     def attach(results: Results, *operands: Any) -> Results:
         return results
 
-    def save(results: Results, *operands: Any) -> tuple[Results, Residuals]:
-        return results, Residuals(*operands, *results)  # pyright: ignore[reportCallIssue]
+    def save(results: Results, *operands: Any) -> tuple[Results, tuple[Any, Results]]:
+        return results, (operands, results)
 
-    def pull(saved: Residuals, cotangents: Results) -> tuple[Any, ...]:
+    def pull(saved: tuple[Any, Results], cotangents: Results) -> tuple[Any, ...]:
         of_results = jax.tree.map(jnp.zeros_like, cotangents)
-        return of_results, *backward(*backward_operands(saved, cotangents)), None
+        return of_results, *backward(*backward_operands(*saved, cotangents)), None
 
     attach.defvjp(save, pull)
     results = forward(*jax.lax.stop_gradient(operands))
@@ -75,24 +61,27 @@ def by_kernels(
     return with_gradients(run, pull, *operands)
 
 
-def backward_operands(saved: Residuals, cotangents: Results) -> tuple[jax.Array | None, ...]:
+def backward_operands(
+    operands: tuple[Queries, Keys, Keys, Ids | None], results: Results, cotangents: Results
+) -> tuple[jax.Array | None, ...]:
     """q, k, v, ids, then for the near and the far band dO in q's dtype [B, T, N, H], D and the
     log-sum-exp in that of the latter [B, T, N]. The near dO is rounded once, and its D is that of
     the rounded one."""
+    teacher, student, teacher_lse, student_lse = results
     d_teacher, d_student, d_teacher_lse, d_student_lse = cotangents
-    state = saved.teacher_lse.dtype
+    dtype, state = teacher.dtype, teacher_lse.dtype
 
     def row_dot(a: jax.Array, b: jax.Array) -> jax.Array:
         return (a.astype(state) * b.astype(state)).sum(-1)
 
-    rho = jnp.exp(saved.student_lse - saved.teacher_lse)
-    far_delta = row_dot(d_teacher, saved.teacher) - d_teacher_lse
-    near_delta = row_dot(d_student, saved.student) - d_student_lse + rho * far_delta
+    rho = jnp.exp(student_lse - teacher_lse)
+    far_delta = row_dot(d_teacher, teacher) - d_teacher_lse
+    near_delta = row_dot(d_student, student) - d_student_lse + rho * far_delta
     exact = d_student.astype(state) + rho[..., None] * d_teacher.astype(state)
-    if saved.q.dtype != state:
+    if dtype != state:
         # Of the dO that is used; not by a cast, as XLA folds one there and back.
-        narrow = jnp.finfo(saved.q.dtype)
+        narrow = jnp.finfo(dtype)
         rounded = jax.lax.reduce_precision(exact, narrow.nexp, narrow.nmant)
-        near_delta += row_dot(rounded - exact, saved.student)
-    near = exact.astype(saved.q.dtype), near_delta, saved.student_lse
-    return *saved[:4], *near, d_teacher, far_delta, saved.teacher_lse
+        near_delta += row_dot(rounded - exact, student)
+    near = exact.astype(dtype), near_delta, student_lse
+    return *operands, *near, d_teacher, far_delta, teacher_lse

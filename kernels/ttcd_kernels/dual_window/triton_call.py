@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,6 @@ from ttcd_kernels.dual_window.cotangents import QKV, by_kernels
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, Tile, Tuning, tuning_for
 from ttcd_kernels.launch import Operand
 from ttcd_kernels.windows import Ids, Keys, Queries, Results, Windows
-
-
-class _Shape(NamedTuple):
-    """The static part of a call."""
-
-    windows: Windows
-    tuning: Tuning
 
 
 def unsupported(q: Operand, k: Operand, v: Operand, *_: Any) -> str | None:
@@ -40,55 +33,47 @@ def dual_window(
     all of them, deterministic. float32 operands are multiplied as three products in TF32, whose
     sum is within some 2^-21 of the product."""
     tuning = tuning or tuning_for(launch.known_capability(q), q.shape[-1], q.dtype.itemsize)
-    shape = _Shape(windows.within(k.shape[1]), tuning)
-    forward = functools.partial(_launch_forward, shape)
-    backward = functools.partial(_launch_backward, shape)
-    return by_kernels(forward, backward, q, k, v, segment_ids)
+    static = windows.within(k.shape[1]), tuning
+    forward = functools.partial(_launch_forward, *static)
+    return by_kernels(forward, functools.partial(_launch_backward, *static), q, k, v, segment_ids)
 
 
-def _launch_forward(
-    shape: _Shape, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
-) -> Results:
+def _launch_forward(windows: Windows, tuning: Tuning, q: Queries, *rest: Any) -> Results:
+    """Of q, k, v and ids."""
     from ttcd_kernels.dual_window.triton_kernels import dual_window_forward
 
-    (B, T, N, _), (windows, tuning) = q.shape, shape
-    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    lse = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+    B, T, N, _ = q.shape
+    out, lse = _like(q), jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     # The kernel's scale is above 0.
     scale = abs(windows.scale) or 1.0
     if windows.scale <= 0:
         q = q * jnp.asarray(np.sign(windows.scale), q.dtype)
     by_query = dual_window_forward, windows, tuning.forward, tiles.key_tiles
     teacher, student, teacher_lse, student_lse = _launch(
-        *by_query, (q, k, v, segment_ids), (), scale * launch.LOG2E, [out, out, lse, lse]
+        *by_query, (q, *rest), (), scale * launch.LOG2E, [out, out, lse, lse]
     )
     return teacher, student, teacher_lse.swapaxes(1, 2), student_lse.swapaxes(1, 2)
 
 
-def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
+def _launch_backward(windows: Windows, tuning: Tuning, *arrays: Any) -> QKV:
     """dq, dk, dv from the arrays of `cotangents.backward_operands`."""
     from ttcd_kernels.dual_window import triton_kernels as kernels
 
     q, k, v, ids, near_out, near_delta, near_lse, far_out, far_delta, far_lse = arrays
-    windows, tuning = shape
-
-    def stacked(near: jax.Array, far: jax.Array) -> jax.Array:
-        """[2, B, N, T] from [B, T, N]."""
-        return jnp.stack([near, far]).swapaxes(2, 3)
-
-    cotangents = (
-        jnp.stack([near_out, far_out]),
-        stacked(near_lse, far_lse) * launch.LOG2E,
-        stacked(near_delta, far_delta),
-        len(q),
+    out, lse, delta = map(
+        jnp.stack, ([near_out, far_out], [near_lse, far_lse], [near_delta, far_delta])
     )
-    rest = (q, k, v, ids), cotangents, windows.scale
-    of_q, of_k = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k))
+    rows = lse.swapaxes(2, 3) * launch.LOG2E, delta.swapaxes(2, 3)  # [2, B, N, T]
+    rest = (q, k, v, ids), (out, *rows, len(q)), windows.scale
     by_query = kernels.dual_window_backward_q, windows, tuning.backward_q, tiles.key_tiles
     by_key = kernels.dual_window_backward_kv, windows, tuning.backward_kv, tiles.query_tiles
-    (dq,) = _launch(*by_query, *rest, [of_q])
-    dk, dv = _launch(*by_key, *rest, [of_k, of_k])
+    (dq,) = _launch(*by_query, *rest, [_like(q)])
+    dk, dv = _launch(*by_key, *rest, [_like(k), _like(k)])
     return dq, dk, dv
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _launch(
@@ -96,13 +81,13 @@ def _launch(
     windows: Windows,
     tile: Tile,
     tiles_of: Callable[..., jax.Array],
-    operands: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None],
+    operands: tuple[Any, ...],
     cotangents: tuple[Any, ...],
     scale: float,
     results: list[jax.ShapeDtypeStruct],
 ) -> list[jax.Array]:
     """A program per tile, of those for which `tiles_of` lists what they visit, and head of the
-    results."""
+    results; operands are q, k, v and ids."""
     q, k, v, segment_ids = operands
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     rows = None if segment_ids is None else tiles.documents(segment_ids)

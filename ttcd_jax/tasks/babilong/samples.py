@@ -12,8 +12,7 @@ import numpy as np
 from ttcd_jax.data.compressed import import_for
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import read_json
-from ttcd_jax.tasks.babilong.stories import BabiTask, Question
-from ttcd_jax.tasks.babilong.world import GIVERS, OBJECTS, PLACES
+from ttcd_jax.tasks.babilong.stories import GIVERS, OBJECTS, PLACES, BabiTask, Question
 
 PROMPT_TOKENS = 300  # of a length, for the prompt around the text
 MIN_SENTENCE = 10  # tokens
@@ -128,17 +127,13 @@ NEW_TOKENS: dict[Form, int] = {"official": 20, "harness": 16}
 # The words of which every answer of a task is one.
 LABELS: dict[BabiTask, tuple[str, ...]] = {"qa1": PLACES, "qa2": PLACES, "qa3": PLACES}
 LABELS |= {"qa4": PLACES, "qa5": (*GIVERS, *OBJECTS)}
-
-
-@functools.cache
-def _templates() -> dict[str, dict[str, str]]:
-    """Their texts word for word, by form and task. "official": github booydar/babilong
-    (Apache-2.0). "harness": EleutherAI's lm-evaluation-harness 0.4.13 (MIT), tasks babilong_qa1 to
-    babilong_qa5, with two worked examples."""
-    return read_json(Path(__file__).with_name("prompts.json"))
+_templates = functools.cache(lambda: read_json(Path(__file__).with_name("prompts.json")))
 
 
 def prompt(form: Form, task: BabiTask, context: str, question: str) -> str:
+    """The prompt word for word as in github booydar/babilong (Apache-2.0) for "official", as in
+    the tasks babilong_qa1 to babilong_qa5 of EleutherAI's lm-evaluation-harness 0.4.13 (MIT), with
+    two worked examples, for "harness"."""
     template = _templates()[form][task]
     return template.format(context=context.strip(), question=question.strip())
 

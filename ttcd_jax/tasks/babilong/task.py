@@ -12,26 +12,22 @@ from ttcd_kernels.table import Row
 
 from ttcd_jax.config import DISTINCT, Bound, NonNegative, Positive
 from ttcd_jax.data.sources import text_records
-from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.generate import Request
 from ttcd_jax.inference.sampling import SamplingConfig
-from ttcd_jax.measure.pictures import Picture, plot_lines
+from ttcd_jax.measure.by_document import first_texts
+from ttcd_jax.measure.pictures import Picture
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Series, Subject, Task, register
-from ttcd_jax.tasks.babilong.samples import (
-    LABELS,
-    NEW_TOKENS,
-    Form,
-    Sample,
-    hide,
-    is_right,
-    of_size,
-    prompt,
-    text_size,
+from ttcd_jax.tasks.babilong import samples
+from ttcd_jax.tasks.babilong.samples import LABELS, Form, Sample
+from ttcd_jax.tasks.babilong.stories import (
+    BabiTask,
+    Question,
+    read_folder,
+    read_questions,
+    story_lines,
 )
-from ttcd_jax.tasks.babilong.stories import BabiTask, Question, read_folder, read_questions
-from ttcd_jax.tasks.babilong.world import story_lines
 
 Length = Literal["0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k"]
 
@@ -92,13 +88,16 @@ class BabiLong(Task[list[Case], Answered]):
     def rows(self, subject: Subject) -> list[Case]:
         if (tokenizer := subject.tokenizer) is None:
             raise UserError(f"{subject.run_dir} has no tokenizer: babilong needs a run on text")
-        texts = self._texts(subject, tokenizer) if {*self.lengths} != {"0k"} else []
+        texts: list[str] = []
+        if {*self.lengths} != {"0k"}:
+            where = subject.run_dir, subject.data, tokenizer, self.background, "background"
+            texts = [*first_texts(text_records(*where), tokenizer, _BACKGROUND_TOKENS)]
         questions = {task: self._questions(task) for task in self.tasks}
         cases = []
         for task, length in itertools.product(self.tasks, self.lengths):
-            size = text_size(length)
-            numbered = enumerate(of_size(questions[task], size))
-            found = hide(numbered, texts, tokenizer, size=size, seed=self.seed)
+            size = samples.text_size(length)
+            numbered = enumerate(samples.of_size(questions[task], size))
+            found = samples.hide(numbered, texts, tokenizer, size=size, seed=self.seed)
             fitting = (x for x in found if not size or any(x.background))
             chosen = [*itertools.islice(fitting, self.samples)]
             if len(chosen) < self.samples:
@@ -107,7 +106,7 @@ class BabiLong(Task[list[Case], Answered]):
                     f"{self.samples}: take fewer --samples, or longer --lengths"
                 )
             for sample in chosen:
-                text = prompt(self.form, task, sample.input, sample.question)
+                text = samples.prompt(self.form, task, sample.input, sample.question)
                 cases.append(Case(task, length, sample, tokenizer.encode(text)))
         return cases
 
@@ -116,67 +115,45 @@ class BabiLong(Task[list[Case], Answered]):
             return read_folder(Path(self.babi), task)
         return [*read_questions(story_lines(task, self.seed, _STORIES_PER_SAMPLE * self.samples))]
 
-    def _texts(self, subject: Subject, tokenizer: Tokenizer) -> list[str]:
-        texts, left, path = [], _BACKGROUND_TOKENS, self.background
-        for part in text_records(subject.run_dir, subject.data, tokenizer, path, "background"):
-            for document, size in enumerate(part.sizes.tolist()):
-                texts.append(tokenizer.decode(part.read(document, 0, min(size, left))))
-                if (left := left - size) <= 0:
-                    return texts
-        return texts
-
     def measure(self, scorer: Scorer, rows: list[Case], subject: Subject) -> list[Answered]:
-        most = self.max_new_tokens or NEW_TOKENS[self.form]
+        most = self.max_new_tokens or samples.NEW_TOKENS[self.form]
         options = {"sampling": SamplingConfig(temperature=0), "max_new_tokens": most}
         outputs = scorer.generate([Request(tokens=case.prompt, **options) for case in rows])
-        return [
-            Answered(
-                task=task,
-                length=length,
-                index=sample.index,
-                tokens=len(tokens),
-                question=sample.question,
-                target=sample.target,
-                output=output,
-                is_right=is_right(self.form, task, sample.target, output, sample.question),
-            )
-            for (task, length, sample, tokens), output in zip(rows, outputs, strict=True)
-        ]
+        records = []
+        for (task, length, sample, tokens), output in zip(rows, outputs, strict=True):
+            asked = sample.question, sample.target, output
+            is_right = samples.is_right(self.form, task, *asked[1:], sample.question)
+            records.append(Answered(task, length, sample.index, len(tokens), *asked, is_right))
+        return records
 
     def chance(self, subject: Subject) -> float:
         """The accuracy of one of the task's labels, drawn at random."""
         return 100 * fmean(1 / len(LABELS[task]) for task in self.tasks)
 
     @classmethod
-    def table(cls, series: Series[Answered]) -> list[Row]:
-        """A row per variant and task, and their average; a column per length, and the average."""
-        table = []
-        for name, records in series.items():
-            label = f"{name}, " if len(series) > 1 else ""
-            rows = _accuracies(records).items()
-            for task, cells in rows:
-                average = {"average": fmean(cells.values())}
-                table.append({cls.key: label + task} | cells | average)
-        return table
+    def unit(cls, series: Series[Answered]) -> tuple[str, str]:
+        return "is_right", "accuracy (%)"
 
     @classmethod
-    def pictures(
-        cls, folder: Path, series: Series[Answered], chance: float | None
-    ) -> list[Picture]:
-        path, lines = folder / f"{cls.name}.png", {}
-        for name, records in series.items():
-            average = _accuracies(records)["average"]
-            lines[name] = [*average], [*average.values()]
-        plot_lines(
-            path,
-            title=cls.title,
-            x_label=cls.x_label,
-            y_label="accuracy (%)",
-            series=lines,
-            chance=chance,
-        )
+    def table(cls, series: Series[Answered]) -> list[Row]:
+        """A row per variant and task, and their average; a column per length, and the average."""
+        return [
+            {cls.key: f"{name}, {task}" if len(series) > 1 else task}
+            | cells
+            | {"average": fmean(cells.values())}
+            for name, records in series.items()
+            for task, cells in _accuracies(records).items()
+        ]
+
+    @classmethod
+    def curves(cls, series: Series[Answered]) -> dict[str, tuple[list[Any], list[Any]]]:
+        averages = {name: _accuracies(records)["average"] for name, records in series.items()}
+        return {name: ([*x], [*x.values()]) for name, x in averages.items()}
+
+    @classmethod
+    def picture(cls, path: Path, label: str) -> Picture:
         sentence = "Questions about facts hidden in a text, mean of the tasks: higher is better."
-        return [Picture(Path(path.name), sentence)]
+        return Picture(Path(path.name), sentence)
 
     @classmethod
     def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:

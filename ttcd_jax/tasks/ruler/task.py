@@ -1,7 +1,8 @@
 """RULER at several lengths: scores by task, with the averages of the paper's tables."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -16,12 +17,20 @@ from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.generate import Request
 from ttcd_jax.inference.sampling import SamplingConfig
+from ttcd_jax.measure.by_document import first_texts
 from ttcd_jax.measure.pictures import Picture, plot_heat_map, plot_lines
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Series, Subject, Task, digest, register
-from ttcd_jax.tasks.ruler import NIAH, SINGLE, TASKS, make_samples
-from ttcd_jax.tasks.ruler.documents import Sources, prose_of, read_essay
-from ttcd_jax.tasks.ruler.samples import Sample, read_samples, sample_file, score
+from ttcd_jax.tasks.ruler.prompts import Sources, read_essay
+from ttcd_jax.tasks.ruler.samples import (
+    NIAH,
+    SINGLE,
+    TASKS,
+    Sample,
+    make_samples,
+    read_samples,
+    score,
+)
 
 _GROUPS = {"all": tuple(TASKS), "niah": NIAH}
 _DEPTHS = range(0, 100, 10)
@@ -96,7 +105,7 @@ class Ruler(Task[list[Case], Answered]):
         sources = Sources(lambda: self._prose(subject, tokenizer), self.squad, self.hotpot)
         cases: list[Case] = []
         left_out: dict[str, None] = {}
-        for length, task in ((length, task) for length in self.lengths for task in chosen):
+        for length, task in itertools.product(self.lengths, chosen):
             try:
                 samples = self._samples(task, length, tokenizer, sources)
             except UserError as error:
@@ -117,11 +126,11 @@ class Ruler(Task[list[Case], Answered]):
         if text_data(subject.data) is None:
             return ""
         records = text_records(subject.run_dir, subject.data, tokenizer, None, "essay")
-        return prose_of(records, tokenizer, max(self.lengths))
+        return " ".join(first_texts(records, tokenizer, max(self.lengths)))
 
     def _samples(
         self, task: str, length: int, tokenizer: Tokenizer, sources: Sources
-    ) -> Sequence[Sample]:
+    ) -> list[Sample]:
         if self.data is None:
             return make_samples(
                 task,
@@ -133,7 +142,7 @@ class Ruler(Task[list[Case], Answered]):
             )
         path = Path(self.data)
         if not path.is_file():
-            path = sample_file(path, task, length)
+            path = path / f"ctx{length}" / task / "validation.jsonl"
         elif self.tasks != task or len(self.lengths) > 1:
             raise DataError(f"{path} is the file of one task and length: name them")
         if not path.exists():
@@ -143,21 +152,17 @@ class Ruler(Task[list[Case], Answered]):
     def measure(self, scorer: Scorer, rows: list[Case], subject: Subject) -> list[Answered]:
         """A record for each sample."""
         assert subject.tokenizer is not None, "rows refuses a run without one"
-        requests = [
-            Request(
-                tokens=subject.tokenizer.encode(case.sample.prompt),
-                sampling=SamplingConfig(temperature=0),
-                max_new_tokens=TASKS[case.task].num_new,
-            )
-            for case in rows
-        ]
-        records = []
+        requests, greedy, records = [], SamplingConfig(temperature=0), []
+        for case in rows:
+            tokens = subject.tokenizer.encode(case.sample.prompt)
+            most = TASKS[case.task].num_new
+            requests.append(Request(tokens=tokens, sampling=greedy, max_new_tokens=most))
         for case, prediction in zip(rows, scorer.generate(requests), strict=True):
-            answers, takes_any = case.sample.outputs, TASKS[case.task].takes_any
-            depth = case.sample.depth if case.task.startswith("niah") else None
-            points = score(prediction, answers, takes_any=takes_any)
-            which = case.task, case.length, case.number, depth
-            records.append(Answered(*which, points, prediction, ", ".join(answers)))
+            task, length, number, sample = case
+            depth = sample.depth if task.startswith("niah") else None
+            points = score(prediction, sample.outputs, takes_any=TASKS[task].takes_any)
+            answers = ", ".join(sample.outputs)
+            records.append(Answered(task, length, number, depth, points, prediction, answers))
         return records
 
     @classmethod
@@ -166,8 +171,7 @@ class Ruler(Task[list[Case], Answered]):
         length; no mean where a task is missing."""
         columns = {
             f"{label}, {units.count(length)}" if len(series) > 1 else units.count(length): part
-            for label, records in series.items()
-            for length, part in _by_length(records).items()
+            for (label, length), part in _parts(series).items()
         }
         given = {record.task for records in columns.values() for record in records}
         rows = {task: [task] for task in TASKS if task in given}
@@ -184,22 +188,15 @@ class Ruler(Task[list[Case], Answered]):
     def pictures(
         cls, folder: Path, series: Series[Answered], chance: float | None
     ) -> list[Picture]:
-        every = [record for records in series.values() for record in records]
-        lengths, given = [*_by_length(every)], {record.task for record in every}
-        parts = [part for records in series.values() for part in _by_length(records).values()]
-        shared = given.intersection(*({record.task for record in part} for part in parts))
+        parts = _parts(series)
+        lengths = sorted({length for _, length in parts})
+        tasks = [{record.task for record in part} for part in parts.values()]
+        given, shared = set.union(*tasks), set.intersection(*tasks)
         lines, panels = {}, {}
-        for label, records in series.items():
-            at = _by_length(records) if shared else {}
-            lines[label] = lengths, [_mean(at.get(length, []), shared) for length in lengths]
-            single = _by_length([record for record in records if record.task in SINGLE])
-            panels[label] = [
-                [
-                    _mean([r for r in single.get(x, []) if low <= (r.depth or 0) < low + 10])
-                    for x in lengths
-                ]
-                for low in _DEPTHS
-            ]
+        for label in series:
+            at = [parts.get((label, length), []) for length in lengths]
+            lines[label] = lengths, [_mean(x, shared) if shared else None for x in at]
+            panels[label] = [[_mean(_single(part, low)) for part in at] for low in _DEPTHS]
         path, title = folder / "ruler.png", "RULER: mean score by length"
         plot_lines(path, title=title, x_label=cls.x_label, y_label="score (%)", series=lines)
         line = f"Mean score of the tasks given at every length ({len(shared)}), by length."
@@ -231,9 +228,18 @@ class Ruler(Task[list[Case], Answered]):
         return [options.get(name) for name in ("samples", "seed")]
 
 
-def _by_length(records: list[Answered]) -> dict[int, list[Answered]]:
-    lengths = sorted({record.length for record in records})
-    return {x: [record for record in records if record.length == x] for x in lengths}
+def _parts(series: Series[Answered]) -> dict[tuple[str, int], list[Answered]]:
+    """The records by (label, length)."""
+    parts: dict[tuple[str, int], list[Answered]] = {}
+    for label, records in series.items():
+        for record in sorted(records, key=lambda x: x.length):
+            parts.setdefault((label, record.length), []).append(record)
+    return parts
+
+
+def _single(records: list[Answered], low: int) -> list[Answered]:
+    """Those of single needles at depths from `low` on."""
+    return [x for x in records if x.task in SINGLE and low <= (x.depth or 0) < low + 10]
 
 
 def _mean(records: list[Answered], tasks: Collection[str] = ()) -> float | None:

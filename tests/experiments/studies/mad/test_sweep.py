@@ -8,12 +8,13 @@ import numpy as np
 import optax
 from checks import assert_close, assert_same
 from devices import printed
+from jax.sharding import AxisType
 
 from experiments.studies.mad import sweep
-from experiments.studies.mad.models import batch_scores, summed_loss
+from experiments.studies.mad.models import Problem, batch_scores, summed_loss
 from experiments.studies.mad.records import RecipeConfig
-from experiments.studies.mad.sweep import Hyper, Problem, rate_of_epoch, take_rows
-from experiments.studies.mad.tasks import IGNORE, Rows, Splits
+from experiments.studies.mad.sweep import Hyper, rate_of_epoch, take_rows
+from experiments.studies.mad.tasks import IGNORE, Rows
 
 CLASSES, WIDTH = 5, 8
 
@@ -36,29 +37,17 @@ def _measure(params, batch):
 PROBLEM = Problem(_init, lambda x, y: summed_loss(_logits(x, y), y["targets"]), _measure)
 
 
-def splits(num_train=10, num_test=6, seed=0) -> Splits:
-    rng = np.random.default_rng(seed)
-
-    def rows(count):
-        inputs = rng.integers(0, CLASSES, (count, 7)).astype(np.int32)
-        return Rows(inputs, ((inputs + 1) % CLASSES).astype(np.int32))
-
-    return Splits(rows(num_train), rows(num_test))
+INPUTS = np.random.default_rng(0).integers(0, CLASSES, (16, 7)).astype(np.int32)
+TRAIN, TEST = (Rows(x, (x + 1) % CLASSES) for x in (INPUTS[:10], INPUTS[10:]))
+RECIPE = RecipeConfig(epochs=6, batch_size=4)
 
 
 def grid(rates=(1e-2, 1e-1, 3e-2), decays=(0.0, 0.1, 0.5), seeds=(3, 3, 4)) -> Hyper:
     return Hyper(np.array(rates), np.array(decays), np.array(seeds))
 
 
-def one(hyper: Hyper, run: int) -> Hyper:
-    return Hyper(*(x[run : run + 1] for x in hyper))
-
-
-RECIPE = RecipeConfig(epochs=6, batch_size=4)
-
-
 def trained(recipe=RECIPE, hyper=None, **options):
-    return sweep.train_runs(recipe, PROBLEM, splits(), hyper or grid(), **options)
+    return sweep.train_runs(recipe, PROBLEM, TRAIN, TEST, hyper or grid(), **options)
 
 
 @functools.cache
@@ -66,14 +55,18 @@ def together():
     return trained()
 
 
-def test_runs_together_are_the_runs_alone_and_a_budget_splits_them():
-    seen = []
-    alone = trained(
-        budget_bytes=1, on_evaluation=lambda done, accuracy: seen.append(round(18 * done))
-    )
-    assert seen == list(range(1, 19))  # three groups of six evaluations
-    assert trained(hyper=one(grid(), 1)) == [alone[1]]
-    for ours, theirs in zip(together(), alone, strict=True):
+def test_runs_in_groups_are_the_runs_together_and_a_group_is_halved_until_it_fits(monkeypatch):
+    sizes, seen = [], []
+
+    def needed(program):
+        sizes.append(program.in_avals[0][1].rate.size)
+        return 100 * sizes[-1]
+
+    monkeypatch.setattr(sweep.measure, "needed_bytes", needed)
+    found = trained(budget_bytes=200, on_evaluation=lambda done, _: seen.append(round(12 * done)))
+    assert sizes == [3, 2]
+    assert seen == list(range(1, 13))  # two groups of six evaluations
+    for ours, theirs in zip(together(), found, strict=True):
         assert_close(ours.to_dict(), theirs.to_dict(), 1e-5)
         assert [point.epoch for point in ours.curve] == [1, 2, 3, 4, 5, 6]
         assert ours.curve[-1].loss < ours.curve[0].loss
@@ -81,19 +74,13 @@ def test_runs_together_are_the_runs_alone_and_a_budget_splits_them():
     assert len({run.metrics.loss for run in together()}) == 3
 
 
-def test_a_group_is_as_large_as_its_budget():
-    budgets = [(1, None), (1, 599), (1, 100), (1, 1), (4, None), (4, 300)]
-    sizes = [sweep.group_size(6, num_devices, 600, budget) for num_devices, budget in budgets]
-    assert sizes == [6, 3, 1, 1, 8, 4]
-
-
 def test_a_step_is_that_of_optax_at_the_rate_of_its_epoch():
-    rows = Rows(*map(jnp.asarray, splits(num_train=4).train))
+    rows = Rows(*(jnp.asarray(x[:4]) for x in TRAIN))
     hyper = Hyper(*map(jnp.asarray, grid((1e-1, 1e38), (0.1, 0.1), (3, 3))))
-    init, train, _ = sweep.programs(RECIPE, PROBLEM, sweep.sweep_mesh(jax.devices()[:1]))
+    init, train = sweep.programs(RECIPE, PROBLEM, jax.make_mesh((1,), ("runs",), (AxisType.Auto,)))
     start = init(hyper)
     params = jax.tree.map(lambda x: x[0], start.train["params"])
-    run, failed_at, _ = train(start, hyper, rows, 0, 3)
+    (run, failed_at, _), _ = train(start, hyper, rows, rows, 0, 3)
     assert failed_at.tolist() == [-1, 1]
     assert run["step"].tolist() == [3, 1]  # the other run stays where it failed
     optimizer = optax.inject_hyperparams(optax.adamw)(1.0, b2=0.999, weight_decay=0.1)
@@ -126,7 +113,7 @@ def test_a_run_that_diverges_reports_it_and_the_others_do_not_change_by_a_bit():
 
 
 def test_rows_after_the_last_are_not_scored():
-    rows = Rows(*map(jnp.asarray, splits().train))
+    rows = Rows(*map(jnp.asarray, TRAIN))
     batch = take_rows(rows, jnp.array([9, 10, 2]))
     assert_same(batch["tokens"][jnp.array([0, 2])], rows.inputs[jnp.array([9, 2])])
     assert (batch["targets"][1] == IGNORE).all()
@@ -142,7 +129,7 @@ def test_max_steps_keeps_whole_epochs():
 
 def test_a_run_has_ten_evaluations_at_most_and_one_at_its_end():
     for epochs, seen in ((21, [3, 6, 9, 12, 15, 18, 21]), (11, [2, 4, 6, 8, 10, 11])):
-        (run,) = trained(RECIPE.replace(epochs=epochs), one(grid(), 0))
+        (run,) = trained(RECIPE.replace(epochs=epochs), grid((1e-2,), (0.0,), (3,)))
         assert [point.epoch for point in run.curve] == seen
 
 

@@ -6,20 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from experiments.studies.mad import report
+from experiments.studies.mad import records
 from experiments.studies.mad.models import mad_config
-from experiments.studies.mad.records import (
-    Measures,
-    Point,
-    RecipeConfig,
-    Record,
-    Run,
-    gather,
-    read,
-    record_path,
-    write,
-)
-from experiments.studies.mad.report import best_run, footnotes, score_table
+from experiments.studies.mad.records import Measures, Point, RecipeConfig, Record, Run, gather
 from experiments.studies.mad.tasks import BASELINES, PUBLISHED
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.precision import Precision
@@ -61,43 +50,42 @@ WITH_MEMORY = record(
 
 
 def test_a_score_is_the_mean_over_settings_of_the_best_run():
-    ipttcd, swa = score_table(RECORDS)
-    assert ipttcd["method"] == "IP-TTCD"
-    assert ipttcd["compression"] == "50.0 / 25.0 (50.0)"
-    assert ipttcd["memorization"] == "90.0 / 45.0 (88.9)"
-    assert ipttcd["mean"] == "70.0 (69.5)"
+    ipttcd, swa = records.score_table(RECORDS)
+    assert ipttcd == {
+        **{"method": "IP-TTCD", "memorization": "90.0 / 45.0 (88.9)"},
+        **{"compression": "50.0 / 25.0 (50.0)", "mean": "70.0 (69.5)"},
+    }
     assert list(ipttcd) == ["method", "memorization", "compression", "mean"]
     assert (swa["compression"], swa["memorization"], swa["mean"]) == ("25.0 / 12.5", "-", "25.0")
 
 
 def test_seeds_are_averaged_before_the_best_is_taken():
     runs = [run(0.9, seed=1), run(0.1, seed=2), run(0.6, 1e-4, seed=1), run(0.6, 1e-4, seed=2)]
-    best = best_run(record("compression", "default", "swa", *runs))
-    assert best.rate == 1e-4
-    assert best.means["macro_accuracy"] == pytest.approx(0.6)
-    half_failed = [run(0.9, seed=1), run(None, seed=2)]
-    assert best_run(record("compression", "default", "swa", *half_failed)) is None
+    found = record("compression", "default", "swa", *runs)
+    assert records.best_text(found) == "accuracy 0.600 at rate 0.0001, decay 0"
+    half_failed = found.replace(runs=[run(0.9, seed=1), run(None, seed=2)])
+    assert records.best_text(half_failed) == "no run stayed finite"
 
 
 def test_a_curve_is_the_mean_over_the_seeds_of_the_best_pair_in_steps():
-    other = run(0.1, rate=1e-4, curve=(0.0, 0.1))
+    other = run(0.4, rate=1e-4, curve=(0.9, 0.9))
     pair = [run(0.5, seed=1, curve=(0.1, 0.5)), run(0.7, seed=2, curve=(0.3,))]
-    both = [record("compression", "default", "swa", other, *pair), RECORDS[4]]
-    _, curve = report.means(both, "compression", "swa")
-    np.testing.assert_allclose(curve, [[20, 0.2]])  # both seeds have it; 40 steps in 2 epochs
-    assert report.means(both, "memorization", "swa")[1].shape == (0, 2)
+    found = records.scores([record("compression", "default", "swa", other, *pair), RECORDS[4]])
+    # Both seeds have it; 40 steps in 2 epochs.
+    np.testing.assert_allclose(found["compression", "swa"].curve, [[20, 0.2]])
+    assert found["memorization", "swa"].curve.shape == (0, 2)
 
 
 def test_the_section_has_a_picture_with_a_panel_per_task_also_where_a_method_failed(tmp_path):
     tasks = ("compression", "memorization", "selective-copying", "in-context-recall")
-    records = [record(task, "default", "ipttcd", run(0.5, curve=(0.1, 0.5))) for task in tasks]
-    records.append(record("compression", "default", "swa", run(None)))
+    found = [record(task, "default", "ipttcd", run(0.5, curve=(0.1, 0.5))) for task in tasks]
+    found.append(record("compression", "default", "swa", run(None)))
     sizes = []
     for count in (1, 5):
-        section = report.sweep_section(records[:count], tmp_path / "curves.png")
-        assert section.table == score_table(records[:count])
+        section = records.sweep_section(found[:count], tmp_path / "curves.png")
+        assert section.table == records.score_table(found[:count])
         (picture,) = section.pictures
-        assert footnotes(records[:count])[-1] in picture.sentence
+        assert records.footnotes(found[:count])[-1] in picture.sentence
         image = (tmp_path / picture.path).read_bytes()
         assert image.startswith(b"\x89PNG")
         sizes.append(int.from_bytes(image[20:24]))
@@ -105,25 +93,24 @@ def test_the_section_has_a_picture_with_a_panel_per_task_also_where_a_method_fai
 
 
 def test_footnotes_tell_the_budget_the_options_and_what_failed():
-    text = "\n".join(footnotes(RECORDS))
-    assert "memorization 1 of 6, compression 2 of 11" in text
-    budget = "40 steps (2 epochs) of 32 rows, 640 training rows (published: 12,800), 320 test rows"
-    assert f"budget of memorization, compression: {budget}" in text
     longer = [record("selective-copying", x, "swa", run(0.1), steps=80) for x in ("default", "x")]
-    longer[1] = longer[1].replace(steps=1600)
-    text_of_both = "\n".join(footnotes([*RECORDS, *longer]))
-    assert f"budget of memorization, compression: {budget}" in text_of_both
-    assert "budget of selective-copying: 80 to 1,600 steps" in text_of_both
-    assert "2 of 7 not finite" in text
-    assert "schedule cosine, score of the last epoch (published code: constant" in text
-    assert "initial standard deviation 0.1 (published: 0.02)" in text
-    assert "float32 on a chip" in text
-    odd = record("compression", "default", "swa", run(0.1), schedule="constant")
-    assert "schedule constant, cosine" in "\n".join(footnotes([*RECORDS, odd]))
+    longer[1] = longer[1].replace(steps=1600, recipe=RecipeConfig(schedule="constant"))
+    text = "\n".join(records.footnotes([*RECORDS, *longer]))
+    budget = "40 steps (2 epochs) of 32 rows, 640 training rows (published: 12,800), 320 test rows"
+    for part in (
+        "memorization 1 of 6, compression 2 of 11",
+        f"budget of memorization, compression: {budget}",
+        "budget of selective-copying: 80 to 1,600 steps",
+        "2 of 9 not finite",
+        "schedule constant, cosine, score of the last epoch (published code: constant",
+        "initial standard deviation 0.1 (published: 0.02)",
+        "float32 on a chip",
+    ):
+        assert part in text
 
 
 def test_the_memory_table_has_the_accuracy_without_it():
-    (row,) = report.memory_table([WITH_MEMORY, RECORDS[3]])
+    (row,) = records.memory_table([WITH_MEMORY, RECORDS[3]])
     assert (row["on"], row["off"]) == ("20.0", "10.0")
     assert (row["|eta S|/|W|"], row["beta"], row["key rank"]) == ("0.5 1", "0.5 0.25", "3 9.5")
 
@@ -131,14 +118,13 @@ def test_the_memory_table_has_the_accuracy_without_it():
 def test_the_published_table():
     assert PUBLISHED["ipttcd"]["fuzzy-in-context-recall"] == 56.2
     assert PUBLISHED["deltanet"]["compression"] == 42.3
-    mean = sum(PUBLISHED["ipttcd"].values()) / 6
-    assert mean == pytest.approx(82.07, abs=0.01)
+    assert np.mean([*PUBLISHED["ipttcd"].values()]) == pytest.approx(82.07, abs=0.01)
 
 
 def test_a_file_has_the_record_and_nothing_that_does_not_exist(tmp_path):
     for found in (WITH_MEMORY, RECORDS[0]):
-        write(tmp_path / "record.json", found)
-        assert read(tmp_path / "record.json") == found
+        records.write(tmp_path / "record.json", found)
+        assert records.read(tmp_path / "record.json") == found
     source = json.loads((tmp_path / "record.json").read_text())
     assert list(source)[:4] == ["task", "setting", "method", "data"]
     assert source["runs"][2]["metrics"] is None
@@ -158,7 +144,7 @@ def places(value, path=()):
 
 def test_damage_anywhere_is_found_when_a_record_is_read(tmp_path):
     path, refusals = tmp_path / "damaged.json", []
-    write(path, WITH_MEMORY)
+    records.write(path, WITH_MEMORY)
     whole = json.loads(path.read_text())
     _, *everywhere = places(whole)
     for *parents, name in everywhere:
@@ -171,49 +157,51 @@ def test_damage_anywhere_is_found_when_a_record_is_read(tmp_path):
                 del parent[name]
             path.write_text(json.dumps(source))
             try:
-                found = [read(path)]
+                found = [records.read(path)]
             except DataError as error:
                 refusals.append(str(error))
                 continue
-            assert report.tables(found)  # and the curve of every method
-            assert report.means(found, found[0].task, found[0].method)[1].shape[1] == 2
+            assert records.tables(found)
+            assert all(x.curve.shape[1] == 2 for x in records.scores(found).values())
     assert all(f"{path} is damaged" in refusal for refusal in refusals)
     assert len(refusals) > 3 * len(everywhere)
 
 
-def written(sweep, *records):
-    for each in records:
-        write(record_path(sweep, each), each)
+def written(sweep, record):
+    records.write(records.record_path(sweep, record), record)
     return sweep
 
 
-def test_sweeps_are_shown_together_unless_they_overlap(tmp_path):
-    own, other = written(tmp_path / "own", RECORDS[0]), written(tmp_path / "other", RECORDS[4])
-    assert gather([own, other]) == [RECORDS[0], RECORDS[4]]
-    with pytest.raises(UserError, match=r"compression.default.ipttcd, and so has another"):
-        gather([own, own])
-    with pytest.raises(UserError, match="holds no records"):
-        gather([own, tmp_path])
-    record_path(own, RECORDS[0]).write_text('{"task":')
-    with pytest.raises(DataError, match=r"compression.default.ipttcd.json is not JSON"):
-        gather([own])
+OTHER_RECIPE = RecipeConfig(batch_size=32, schedule="constant")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recipe": RecipeConfig(batch_size=32, schedule="constant")}, "cosine -> constant"),
+        ({"recipe": OTHER_RECIPE}, "cosine -> constant"),
         ({"num_test": 9}, r"num_test: 320 -> 9"),
         ({"steps": 5}, r"steps: 40 -> 5"),
         ({"data": BASELINES["compression"].replace(seq_len=64)}, r"data.seq_len: 32 -> 64"),
         ({"model": RECORDS[3].model.replace(init_std=0.2)}, r"init_std: 0.1 -> 0.2"),
         ({"runs": (run(0.1, rate=1.0),)}, r"runs: \[\[0.001, .*-> \[\[1.0, "),
+        ({"method": "swa"}, r"compression.default.swa, and so has another"),
     ],
 )
-def test_a_table_has_scores_of_one_recipe(tmp_path, changes, message):
-    first, second = RECORDS[3], RECORDS[3].replace(method="full", **changes)
+def test_sweeps_are_shown_together_if_no_task_is_of_two_recipes_and_no_job_twice(
+    tmp_path, changes, message
+):
+    first = RECORDS[3]
+    second = first.replace(**{"method": "full"} | changes)
     own = written(tmp_path / "own", first)
     with pytest.raises(UserError, match=message):
         gather([own, written(tmp_path / "other", second)])
     elsewhere = second.replace(task="memorization")  # another column: the footnotes tell its budget
     assert gather([own, written(tmp_path / "third", elsewhere)]) == [first, elsewhere]
+
+
+def test_a_folder_without_records_and_a_torn_record_are_refused(tmp_path):
+    with pytest.raises(UserError, match="holds no records"):
+        gather([written(tmp_path / "own", RECORDS[0]), tmp_path])
+    records.record_path(tmp_path / "own", RECORDS[0]).write_text('{"task":')
+    with pytest.raises(DataError, match=r"compression.default.ipttcd.json is not JSON"):
+        gather([tmp_path / "own"])
