@@ -15,6 +15,10 @@ file; `-` reads standard input. --save_state stores the state after everything r
 --prompt_file, not from the line before. An empty line or the end of input ends it, Ctrl-C stops a
 text. No text is generated after --prompt_file itself.
 
+--chat: the model answers by the template of its checkpoint. A --prompt_file is a message, and with
+--interactive every line is one, after the lines before. --special_tokens: in other prompts the name
+of a special token (<|im_end|>) is that token.
+
 Texts go to standard output, everything else to standard error.
 """
 
@@ -35,6 +39,8 @@ from ttcd_jax.files import check_unused, write_json
 if TYPE_CHECKING:
     import numpy as np
 
+    from ttcd_jax.data.tokenizer import JsonTokenizer
+    from ttcd_jax.inference.chat import Chat
     from ttcd_jax.inference.generate import Generation
     from ttcd_jax.inference.state import InferenceState
 
@@ -46,6 +52,9 @@ flags.DEFINE_multi_string(
 )
 flags.DEFINE_multi_string("prompt_file", [], "A prompt, - for standard input; may be repeated.")
 flags.DEFINE_bool("interactive", False, "Ask for prompts, a line each.")
+flags.DEFINE_bool("chat", False, "Answer messages by the template of the checkpoint.")
+flags.DEFINE_string("system", None, "The system's message of --chat.")
+flags.DEFINE_bool("special_tokens", False, "Names of special tokens in a prompt are these tokens.")
 flags.DEFINE_integer("max_new_tokens", None, "Tokens to generate; 0 reads only.")
 flags.DEFINE_multi_string("stop", [], "End before this text, \\n: a new line; may be repeated.")
 flags.DEFINE_float("temperature", None, "0 (the default) takes the likeliest token.")
@@ -68,19 +77,23 @@ flags.DEFINE_string("json", None, "A file for the texts and their tokens.")
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 _PROGRESS_SECONDS = 2.0
+_CHAT_LENGTH = 4096  # tokens of a conversation under full attention, unless --max_length says more
 
 
 def main(argv: list[str]) -> None:
     _check_flags()
     prompts = [_prompt(file) for file in FLAGS.prompt_file]
+    _say(f"loading {FLAGS.run_dir}; its programs are compiled at the first text")
     session = _Session()
-    if prompts:
+    if FLAGS.chat:
+        session.chat(prompts)
+    elif prompts:
         texts = session.read_files(prompts)
         if FLAGS.save_state is not None:
             session.save(Path(FLAGS.save_state))
         if FLAGS.json is not None:
             write_json(Path(FLAGS.json), session.record | {"texts": texts})
-    if FLAGS.interactive:
+    if FLAGS.interactive and not FLAGS.chat:
         session.answer_lines()
 
 
@@ -94,6 +107,11 @@ def _check_flags() -> None:
         _refuse(f"--interactive continues from one text, and --prompt_file names {len(files)}")
     if FLAGS.interactive and json is not None:
         _refuse("--json reports on --prompt_file, not on --interactive: leave one out")
+    others = [x for x in ("load_state", "save_state", "json", "special_tokens") if FLAGS[x].value]
+    if FLAGS.chat and others:
+        _refuse(f"--{others[0]} is for texts, not for the conversation of --chat: leave one out")
+    if FLAGS.system is not None and not FLAGS.chat:
+        _refuse("--system is a message of --chat: give both")
     if FLAGS.load_state is not None and FLAGS.max_length is not None:
         _refuse("--max_length is for the start of a text: --load_state has its own")
     if FLAGS.save_state is not None and not files:
@@ -158,7 +176,7 @@ class _Session:
     def read_files(self, prompts: list[bytes]) -> list[dict[str, Any]]:
         """The record of each text for --json, once all prompts are read and continued."""
         changes = {"max_new_tokens": 0} if FLAGS.interactive else {}
-        rows = [self._tokenizer.encode(prompt) for prompt in prompts]
+        rows = [self._encoded(prompt) for prompt in prompts]
         generation = self._generation(rows, self._state, **changes)
         texts = _texts(generation, threading.Event())
         self._state = generation.state
@@ -173,7 +191,7 @@ class _Session:
 
         while line := _line():
             state = jax.tree.map(lambda x: x.copy(), self._state)
-            generation = self._generation([self._tokenizer.encode(line)], state)
+            generation = self._generation([self._encoded(line)], state)
             # Ctrl-C stops no decode, whose state would be lost.
             is_pressed = threading.Event()
             before = signal.signal(signal.SIGINT, lambda *_, event=is_pressed: event.set())
@@ -181,6 +199,40 @@ class _Session:
                 _texts(generation, is_pressed)
             finally:
                 signal.signal(signal.SIGINT, before)
+
+    def _encoded(self, prompt: bytes) -> "np.ndarray":
+        if not FLAGS.special_tokens:
+            return self._tokenizer.encode(prompt)
+        return self._marking().encode_marked(_message(prompt))
+
+    def _marking(self) -> "JsonTokenizer":
+        from ttcd_jax.data.tokenizer import JsonTokenizer
+
+        if not isinstance(self._tokenizer, JsonTokenizer):
+            raise UserError(
+                "a tokenizer of bytes has no special tokens to name: leave the flag out"
+            )
+        return self._tokenizer
+
+    def chat(self, messages: list[bytes]) -> None:
+        """Answers messages, then lines of standard input with --interactive, until an empty one."""
+        from ttcd_jax.inference.chat import Chat
+        from ttcd_jax.inference.sampling import SamplingConfig
+        from ttcd_jax.run.directory import RunDirectory, chat_template
+
+        template = chat_template(RunDirectory(FLAGS.run_dir))
+        settings = {"sampling": SamplingConfig(**_given(*_SAMPLING))} | _given("max_new_tokens")
+        length = FLAGS.max_length or _CHAT_LENGTH
+        chat = Chat(
+            self._model,
+            self._marking(),
+            template,
+            system=FLAGS.system,
+            max_length=length,
+            **settings,
+        )
+        for message in itertools.chain(messages, iter(_line, b"") if FLAGS.interactive else ()):
+            _answer(chat, message)
 
     def _generation(
         self, rows: "list[np.ndarray]", state: "InferenceState | None", **changes: Any
@@ -201,6 +253,27 @@ class _Session:
         assert self._state is not None, "nothing was read"
         save_state(folder, self._model, self._state)
         _say(f"saved in {folder.absolute()}: {_tokens_read(self._state)}")
+
+
+def _answer(chat: "Chat", message: bytes) -> None:
+    """Prints the answer as it comes; Ctrl-C stops it."""
+    is_pressed = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: is_pressed.set())
+    try:
+        for event in chat.answer(_message(message)):
+            _show(event.text)
+            if is_pressed.is_set():
+                break
+    finally:
+        signal.signal(signal.SIGINT, before)
+    _show("\n")
+
+
+def _message(text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"a message is not UTF-8 at byte {error.start}: convert it") from error
 
 
 def _texts(generation: "Generation", is_stopped: threading.Event) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ PROMPTS = (
     "Once upon a time, in a village by the sea, there lived an old fisherman who",
     "Water boils at 100 degrees Celsius. Ice melts at",
 )
+MESSAGES = ("What is the capital of Norway?", "And which language do people speak there?")
 NEW_TOKENS, ANSWER_TOKENS, WINDOW, SINKS = 40, 12, 64, 4
 BOS = 1
 _RULER = Ruler(
@@ -87,4 +88,6 @@ def _asked(questions: dict) -> list[tuple[str, list[str]]]:
 if __name__ == "__main__":
     run_dir = Path(sys.argv[1])
     found = requests(run_dir, load_run(run_dir).tokenizer)
-    Path(sys.argv[2]).write_text(json.dumps(found._asdict() | {"digest": found.digest}))
+    Path(sys.argv[2]).write_text(
+        json.dumps(found._asdict() | {"digest": found.digest, "chat": MESSAGES})
+    )

