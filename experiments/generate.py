@@ -22,6 +22,7 @@ of a special token (<|im_end|>) is that token.
 Texts go to standard output, everything else to standard error.
 """
 
+import itertools
 import signal
 import sys
 import threading
@@ -83,7 +84,8 @@ _CHAT_LENGTH = 4096  # tokens of a conversation under full attention, unless --m
 def main(argv: list[str]) -> None:
     _check_flags()
     prompts = [_prompt(file) for file in FLAGS.prompt_file]
-    _say(f"loading {FLAGS.run_dir}; its programs are compiled at the first text")
+    if sys.stderr.isatty():
+        _say(f"loading {FLAGS.run_dir}; its programs are compiled at the first text")
     session = _Session()
     if FLAGS.chat:
         session.chat(prompts)

@@ -330,15 +330,10 @@ def special_tokens(folder: Path) -> dict[str, Any]:
     eos = tuple(dict.fromkeys(found["eos"]))
     ends = {"bos_id": (found["bos"] or eos)[0], "eos_id": eos[0], "stop_ids": eos[1:]}
     adds = names.get("add_bos_token")
-    if not isinstance(adds, bool):  # then the tokenizer's own processor decides
-        adds = ends["bos_id"] in _processed(tokenizer)
+    if not isinstance(adds, bool):  # then the file's own processor decides
+        bos = next((name for name, x in ids.items() if x == ends["bos_id"]), None)
+        adds = bos is None or json.dumps(bos) in json.dumps(tokenizer.get("post_processor"))
     return ends | {"adds_bos": adds}
-
-
-def _processed(tokenizer: dict[str, Any]) -> list[int]:
-    """The ids of an empty text with what the file's own processor adds."""
-    with library_errors("the tokenizer cannot encode the text"):
-        return tokenizers.Tokenizer.from_str(json.dumps(tokenizer)).encode("").ids
 
 
 def _optional(file: Path) -> dict[str, Any]:

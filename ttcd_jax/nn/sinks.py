@@ -55,8 +55,8 @@ def seen_by(
     count, (length, is_alone) = sinks.count, (row[0].shape[1], shard.size(sequence.SEQ) == 1)
     distance = sinks.positions[..., None] - jnp.arange(count)
     if sinks.kept is not None or (segment_ids is None and is_alone):
-        first = jax.tree.map(lambda x: _first(x, count)[:, None], sinks.kept or row)
-        return Seen(*first, distance)
+        keys, values = (_first(x, count)[:, None] for x in sinks.kept or row)
+        return Seen(keys, values, distance)
     ids = jnp.zeros(row[0].shape[:2], jnp.int32) if segment_ids is None else segment_ids
     start, offset = documents(ids).start[..., None], jnp.arange(count)
     begun, num_begun, continues = _from_left(shard, row, ids, start[:, -1:], count)
@@ -69,7 +69,8 @@ def seen_by(
     def chosen(begun: jax.Array, x: jax.Array) -> jax.Array:
         return jax.vmap(lambda x, index: x[index])(jnp.concatenate([begun, x], 1), index)
 
-    return Seen(*(chosen(*pair) for pair in zip(begun, row, strict=True)), distance)
+    keys, values = (chosen(*pair) for pair in zip(begun, row, strict=True))
+    return Seen(keys, values, distance)
 
 
 def _from_left(
