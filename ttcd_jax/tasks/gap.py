@@ -150,7 +150,7 @@ def documents_of(subject: Subject, text: str | None, length: int, most: int) -> 
     for part in text_records(subject.run_dir, subject.data, subject.tokenizer, text):
         for document, size in enumerate(part.sizes.tolist()):
             if size >= length and len(found) < most:
-                found.append(np.asarray(part.read(document, 0, length)))
+                found.append(np.asarray(part.read(document, 0, length), np.int32))
     if len(found) < 2:
         raise DataError(
             f"{len(found)} documents have {length} tokens, and others explain one: give two or "
