@@ -217,6 +217,11 @@ def test_what_is_measured_is_not_measured_again(toy, tmp_path, monkeypatch, caps
     again = evaluate(toy(batch_size=3), subject, 7)
     assert (again.series, again.rows, calls) == (first.series, NUM_ROWS, [])
     assert f"measured before: remove {first.path} to measure it again" in capsys.readouterr().out
+    elsewhere = str(tmp_path / "a folder" / "of mine")
+    evaluate(toy(), subject, 7, elsewhere).write()
+    calls.clear()
+    assert evaluate(toy(), subject, 7, elsewhere).write() == tmp_path / "a folder" / "of mine"
+    assert not calls
     for task, step in ((toy(), 8), (toy(length=4), 7), (toy(max_rows=2), 7)):
         calls.clear()
         evaluate(task, subject, step)

@@ -37,7 +37,7 @@ _BAND = "Bands: 95 % intervals over documents; lower is better."
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Selection:
-    """Token ids [T] of each document, facts of the choice, and the digest of the tokenizer ("":
+    """Token ids [T] of each document, metadata of the choice, and the digest of the tokenizer ("":
     unknown)."""
 
     documents: Sequence[np.ndarray]
@@ -57,7 +57,7 @@ class Selection:
 
     @functools.cached_property
     def digest(self) -> str:
-        """The sha256 of documents and facts."""
+        """The sha256 of documents and metadata."""
         parts = (array.tobytes() for array in self._arrays.values())
         return hashlib.sha256(b"".join(hashlib.sha256(x).digest() for x in parts)).hexdigest()
 
@@ -104,7 +104,7 @@ def select(
     max_tokens: float = math.inf,
 ) -> Selection:
     """The first documents of `min_tokens` or more, each reduced by `cut`, until one of both limits
-    is reached, with the published facts about lengths. Raises `DataError` if there is none."""
+    is reached, with the published numbers about lengths. Raises `DataError` if there is none."""
     lengths: list[int] = []
     chosen: list[np.ndarray] = []
     num_tokens = 0
@@ -145,7 +145,7 @@ def _quantiles(lengths: Sequence[int]) -> dict[str, int]:
 
 def read_manifest(path: Path, tokenizer: str) -> Selection:
     """The selection of a manifest, of `Selection.manifest` or of the authors' code, whose ids may
-    be outside the vocabulary. Raises `DataError` for a file that is none, and for one of another
+    be outside the vocabulary. Raises `DataError` for another kind of file, and for one of another
     tokenizer."""
     try:
         arrays = read_arrays(path)

@@ -94,10 +94,11 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     `Results.write`, so that the same evaluation goes on after an interruption; what was measured
     with the same options, at this step and on these cases is not measured again. Raises `UserError`
     where the results would replace another model's."""
+    name = folder_name(task.name, subject.label or subject.changes)
+    where: Any = {"run_dir": Path(subject.run_dir).absolute(), "folder": folder or name}
     result = Results(
         task=type(task),
-        run_dir=Path(subject.run_dir).absolute(),
-        folder=folder or folder_name(task.name, subject.label or subject.changes),
+        **where,
         label=subject.name,
         changes=subject.changes,
         options=task.to_dict(),
@@ -111,7 +112,7 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     is_measured = old is not None and _key(old) == _key(result) and old.measured_on == measured_on
     if multihost_utils.broadcast_one_to_all(is_measured):
         say(f"measured before: remove {result.path} to measure it again")
-        return old or result
+        return result if old is None else dataclasses.replace(old, **where)
     if old is not None and differing([old.measured_on, measured_on]):
         text = "%s was measured on other text, or other rows of it: it is replaced"
         logging.warning(text, old.path / FILE)

@@ -110,9 +110,9 @@ class Program:
     `config` is the run's with its layout (`ttcd_jax.run.layout`). `state` and `batch` are the
     training state and a batch as `jax.ShapeDtypeStruct`s with their shardings; `skips` are the
     counts of bad steps, which a state may lack. `step` and `measures` are lowered under
-    `jax.set_mesh(mesh)`. Raises `UserError`
-    for rows or parameters that do not divide among the devices, and for parameters that
-    `OptimizerConfig.rates` or `RunConfig.memory_warmup` needs and the model lacks.
+    `jax.set_mesh(mesh)`. Raises `UserError` for rows or parameters that do not divide among the
+    devices, and for parameters that `OptimizerConfig.rates` or `RunConfig.memory_warmup` needs and
+    the model lacks.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:

@@ -62,7 +62,7 @@ def num_parts(config: RunConfig, mesh: Mesh | AbstractMesh) -> int:
     """The number of parts in which a batch is computed, one after another."""
     if config.accumulation_steps is not None:
         return config.accumulation_steps
-    rows = max(config.batch_size // math.prod(mesh.shape[axis] for axis in BATCH), 1)
+    rows = max(config.batch_size // _row_devices(mesh), 1)
     is_on_cpus = _is_on_cpus(mesh)
     part_tokens = CPU_PART_TOKENS if is_on_cpus else PART_TOKENS
     at_once = max(part_tokens * mesh.shape["seq"] // config.data.seq_len, 1)
@@ -78,7 +78,7 @@ def laid_out(config: RunConfig, mesh: Mesh | AbstractMesh) -> RunConfig:
     open. An abstract mesh is one of accelerators. Raises `UserError` for parts that do not divide
     among the devices."""
     parts, model = num_parts(config, mesh), config.model
-    rows, devices = config.batch_size // parts, math.prod(mesh.shape[axis] for axis in BATCH)
+    rows, devices = config.batch_size // parts, _row_devices(mesh)
     if rows % devices:
         raise UserError(
             f"batch_size {config.batch_size} in accumulation_steps {parts} makes parts of {rows} "
@@ -92,6 +92,11 @@ def laid_out(config: RunConfig, mesh: Mesh | AbstractMesh) -> RunConfig:
         scans_layers=not is_kept if model.scans_layers is None else model.scans_layers,
     )
     return config.replace(accumulation_steps=parts, model=model)
+
+
+def _row_devices(mesh: Mesh | AbstractMesh) -> int:
+    """Devices among which the rows of a batch are divided."""
+    return math.prod(mesh.shape[axis] for axis in BATCH)
 
 
 def _is_on_cpus(mesh: Mesh | AbstractMesh) -> bool:

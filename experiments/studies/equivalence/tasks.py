@@ -155,7 +155,7 @@ type Pair = tuple[Computed, Computed]  # reference, candidate
 
 
 class Cell(NamedTuple):
-    """A record: a number by its row and column in the table, or by its place and bar in the
+    """A record: a number by its row and column in the table, or by its group and bar in the
     picture."""
 
     row: str

@@ -82,7 +82,7 @@ class Sample(NamedTuple):
 
     @property
     def depth(self) -> float:
-        """The place of the first reference in the prompt, in percent."""
+        """The position of the first reference in the prompt, in percent."""
         return 100 * max(self.input.find(self.outputs[0]), 0) / len(self.input)
 
 

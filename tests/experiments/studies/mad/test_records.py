@@ -185,6 +185,10 @@ OTHER_RECIPE = RecipeConfig(batch_size=32, schedule="constant")
         ({"model": RECORDS[3].model.replace(init_std=0.2)}, r"init_std: 0.1 -> 0.2"),
         ({"runs": (run(0.1, rate=1.0),)}, r"runs: \[\[0.001, .*-> \[\[1.0, "),
         ({"method": "swa"}, r"compression.default.swa, and so has another"),
+        (
+            {"method": "swa", "setting": "x", "model": RECORDS[3].model.replace(window=8)},
+            r"model.window: 16 -> 8",
+        ),
     ],
 )
 def test_sweeps_are_shown_together_if_no_task_is_of_two_recipes_and_no_job_twice(
