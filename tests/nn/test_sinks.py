@@ -14,8 +14,7 @@ from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill
 from ttcd_jax.inference.state import start_state
-from ttcd_jax.interop.checkpoint import exported
-from ttcd_jax.interop.hugging_face import HUGGING_FACE
+from ttcd_jax.interop.reference_config import export_reference
 from ttcd_jax.methods import METHODS
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.attention import Attention, DualWindowAttention, DualWindowConfig
@@ -104,10 +103,10 @@ def test_pieces_and_tokens_see_the_sinks_of_the_whole_row(method, sizes, float64
         assert_close(np.asarray(logits), whole[:, at])
 
 
-def test_no_foreign_format_has_sinks():
+def test_the_reference_has_no_sinks():
     config = config_of("swa", sink_tokens=1)
-    with pytest.raises(UserError, match="sink_tokens 1 and has_sink_logits False must be"):
-        exported({}, config, HUGGING_FACE, dict, None, None)
+    with pytest.raises(UserError, match="cannot express .*sink_tokens 1"):
+        export_reference({}, config)
 
 
 def test_only_lact_has_no_learned_sinks(float64):

@@ -237,13 +237,8 @@ def exported(
 
     With the `metadata` of its import, tensors and configuration are those of the import, bit for
     bit; otherwise they are float32 and `describe()`. `dtype` replaces either. Raises `UserError`
-    for a value that `dtype` cannot hold, and for attention sinks.
+    for a value that `dtype` cannot hold.
     """
-    if config.sink_tokens or config.has_sink_logits:
-        raise UserError(
-            f"attention sinks have no place in the format: sink_tokens {config.sink_tokens} and "
-            f"has_sink_logits {config.has_sink_logits} must be 0 and False"
-        )
     source = parse_json(metadata["config_json"].encode(), Path(CONFIG)) if metadata else describe()
     tensors = {form.renamed(x): y for x, y in model_to_reference(params, config).items()}
     if metadata and metadata["tied_head"]:

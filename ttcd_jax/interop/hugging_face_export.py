@@ -1,5 +1,6 @@
 """Exports to Hugging Face transformers: plain transformers as Llama, Mistral, Qwen2 or Qwen3, and
-models with a memory in their down projections with their own code (`modeling_ttcd.py`)."""
+models with a memory in their down projections, or attention sinks, with their own code
+(`modeling_ttcd.py`)."""
 
 import re
 from collections.abc import Mapping
@@ -40,19 +41,20 @@ def export_hugging_face(
     dtype: str | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """(tensors by their names in transformers, text of every small file) of a model for rows of up
-    to `length` tokens; a model with a memory has a file of code.
+    to `length` tokens; a model with a memory or attention sinks has a file of code.
 
     `metadata` and `dtype` as in `exported`. Raises `UserError` for a model that transformers cannot
     express.
     """
-    has_memory = method_named(config.method).layers != "none"
+    is_own = method_named(config.method).layers != "none"
+    is_own |= bool(config.sink_tokens) or config.has_sink_logits
 
     def describe() -> dict[str, Any]:
-        source = _own_config(config) if has_memory else plain_config(config)
+        source = _own_config(config) if is_own else plain_config(config)
         return source | {"max_position_embeddings": length}
 
     tensors, text = exported(params, config, HUGGING_FACE, describe, metadata, dtype)
-    code = {MODELING.name: MODELING.read_text()} if has_memory else {}
+    code = {MODELING.name: MODELING.read_text()} if is_own else {}
     return tensors, {CONFIG: text} | code
 
 
@@ -103,7 +105,7 @@ def _own_config(config: TransformerConfig) -> dict[str, Any]:
     """The `config.json` of a model that `modeling_ttcd.py` computes: our configuration, and the
     keys of transformers. Raises `UserError` for a memory that it does not compute."""
     settings = config.settings
-    if not isinstance(settings, PrefixSettings):
+    if settings is not None and not isinstance(settings, PrefixSettings):
         raise UserError(
             f"{MODELING.name} has no memory of the method {config.method!r}: export with "
             "--format=reference"

@@ -88,6 +88,7 @@ class AttentionConfig(Heads, SublayerConfig):
         "v_proj.bias": ("value_bias", "same"),
         "q_norm.weight": ("query_norm", "same"),
         "k_norm.weight": ("key_norm", "same"),
+        "sinks": ("sink", "same"),
     }
 
     def flops(self, length: int) -> int | float:

@@ -67,8 +67,9 @@ _SHARES = LayerGap._fields[3:]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gap(Task[list[np.ndarray], LayerGap]):
     """What students of the `windows` miss in every one of `layers` (none given: all), of which
-    `sinks` first tokens stay visible, in the first `length` tokens of the first `max_documents`
-    documents of `text` (a file or folder; None: the run's held-out text); two or more of them."""
+    `sinks` first tokens stay visible, in `length` tokens, from token `start` on, of the first
+    `max_documents` documents of `text` (a file or folder; None: the run's held-out text); two or
+    more of them."""
 
     name = "gap"
     title = "What a student's window misses, and who can explain it"
@@ -81,12 +82,13 @@ class Gap(Task[list[np.ndarray], LayerGap]):
     windows: Annotated[tuple[Positive, ...], DISTINCT] = (16, 128)
     layers: tuple[NonNegative, ...] = ()
     sinks: NonNegative = 4
+    start: NonNegative = 0
     length: Positive = 2048
     max_documents: Positive = 3
     text: str | None = None
 
     def rows(self, subject: Subject) -> list[np.ndarray]:
-        found = documents_of(subject, self.text, self.length, self.max_documents)
+        found = documents_of(subject, self.text, self.start, self.length, self.max_documents)
         count = subject.model.config.num_layers
         if any(layer >= count for layer in self.layers):
             raise UserError(f"layers {self.layers} of a model of {count}: they count from 0")
@@ -143,18 +145,20 @@ class Gap(Task[list[np.ndarray], LayerGap]):
         return [Picture(Path(path.name), sentence)]
 
 
-def documents_of(subject: Subject, text: str | None, length: int, most: int) -> list[np.ndarray]:
-    """The first `length` tokens of the first documents that have them, at most `most`, and two or
-    more."""
+def documents_of(
+    subject: Subject, text: str | None, start: int, length: int, most: int
+) -> list[np.ndarray]:
+    """`length` tokens, from token `start` on, of the first documents that have them: two or more,
+    at most `most`."""
     found: list[np.ndarray] = []
     for part in text_records(subject.run_dir, subject.data, subject.tokenizer, text):
         for document, size in enumerate(part.sizes.tolist()):
-            if size >= length and len(found) < most:
-                found.append(np.asarray(part.read(document, 0, length), np.int32))
+            if size >= start + length and len(found) < most:
+                found.append(np.asarray(part.read(document, start, start + length), np.int32))
     if len(found) < 2:
         raise DataError(
-            f"{len(found)} documents have {length} tokens, and others explain one: give two or "
-            "more, or a smaller --length"
+            f"{len(found)} documents have {start + length} tokens, and others explain one: give "
+            "two or more, or a smaller --start or --length"
         )
     return found
 

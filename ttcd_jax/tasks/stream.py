@@ -58,8 +58,8 @@ class Stream(Task[list[np.ndarray], Recovered]):
     """The share of the headroom that a memory gives back, and its controls: between the model under
     `window`, with `sinks` first tokens visible, and under its own. The memory is in `layer` (None:
     at four fifths of the layers) and has this `rate`. Measured over the last two thirds of the
-    first `length` tokens of the first `max_documents` documents of `text` (None: the run's held-out
-    text), two or more."""
+    `length` tokens, from token `start` on, of the first `max_documents` documents of `text` (None:
+    the run's held-out text), two or more."""
 
     name = "stream"
     title = "Distilling the stream without training: the share of the headroom"
@@ -71,6 +71,7 @@ class Stream(Task[list[np.ndarray], Recovered]):
 
     window: Positive = 128
     sinks: NonNegative = 4
+    start: NonNegative = 0
     layer: NonNegative | None = None
     rate: Annotated[float, Bound("above 0, at most 1", lambda rate: 0 < rate <= 1)] = 0.3
     length: Annotated[int, Bound("3 or more", lambda length: length >= 3)] = 3072
@@ -86,7 +87,7 @@ class Stream(Task[list[np.ndarray], Recovered]):
                 f"window {self.window} is not shorter than the model's {config.window}: nothing is "
                 "lost, take a smaller --window"
             )
-        return documents_of(subject, self.text, self.length, self.max_documents)
+        return documents_of(subject, self.text, self.start, self.length, self.max_documents)
 
     def series(self, subject: Subject, rows: list[np.ndarray]) -> Series[Recovered]:
         scorer = self.scorer(subject, subject.name, subject.model)
