@@ -105,7 +105,7 @@ def test_pieces_and_tokens_see_the_sinks_of_the_whole_row(method, sizes, float64
 
 def test_the_reference_has_no_sinks():
     config = config_of("swa", sink_tokens=1)
-    with pytest.raises(UserError, match="cannot express .*sink_tokens 1"):
+    with pytest.raises(UserError, match=r"cannot express .*sink_tokens 1"):
         export_reference({}, config)
 
 

@@ -225,34 +225,34 @@ def means_of[R: DocumentRecord](series: Series[R], bucket: Bucket) -> tuple[Curv
 
 
 def differences(
-    records: Sequence[DocumentRecord], base: Sequence[DocumentRecord], bucket: Bucket
+    records: Sequence[Any], base: Sequence[Any], bucket: Bucket
 ) -> tuple[list[Any], Means]:
     """The buckets, and nats per token of `records` less those of `base`, in pairs. Raises
     `UserError` for records of other tokens or buckets."""
-    (names, nll, tokens), (base_names, base_nll, base_tokens) = (
-        _sums(x, bucket) for x in (records, base)
-    )
-    if names != base_names or not np.array_equal(tokens, base_tokens):
+    names, (nll, base_nll), tokens = _paired_sums([records, base], bucket)
+    return names, means_over_documents(nll - base_nll, tokens)
+
+
+def shares(
+    records: Sequence[Any], control: Sequence[Any], ceiling: Sequence[Any], bucket: Bucket
+) -> tuple[list[Any], Means]:
+    """The buckets, and the share of the headroom, the losses of `control` less those of `ceiling`,
+    that `records` give back: a ratio of totals over documents. Raises as `differences`."""
+    names, (nll, top, low), _ = _paired_sums([records, control, ceiling], bucket)
+    return names, means_over_documents(top - nll, top - low)
+
+
+def _paired_sums(
+    series: Sequence[Sequence[Any]], bucket: Bucket
+) -> tuple[list[Any], list[np.ndarray], np.ndarray]:
+    """(buckets, sums of losses of every series, numbers of tokens)."""
+    (names, _, tokens), *others = found = [_sums(records, bucket) for records in series]
+    if not all(x == names and np.array_equal(y, tokens) for x, _, y in others):
         raise UserError(
             "two models were evaluated on other tokens or in other buckets: evaluate both with the "
             "same options (of recurrence, window and reach too)"
         )
-    return names, means_over_documents(nll - base_nll, tokens)
-
-
-def cells(names: list[Any], means: Means, *, has_ends: bool = False) -> dict[Any, str | None]:
-    """The means by name with half of their intervals, "2.345 ± 0.012", or with their ends, "9.310
-    (8.204 to 10.633)"; None for an unknown mean."""
-    result: dict[Any, str | None] = dict.fromkeys(names)
-    for name, mean, low, high in zip(names, *means, strict=True):
-        form = ",.3f" if abs(mean) < 1e6 else ".3e"
-        interval = f" ± {(high - low) / 2:{form}}"
-        if math.isnan(high - low):
-            interval = " (no interval)"
-        elif has_ends:
-            interval = f" ({low:{form}} to {high:{form}})"
-        result[name] = None if math.isnan(mean) else f"{mean:{form}}{interval}"
-    return result
+    return names, [nll for _, nll, _ in found], tokens
 
 
 def _sums(
@@ -270,6 +270,21 @@ def _sums(
             nll[index] += record.nll
             tokens[index] += record.tokens
     return [*names], nll, tokens
+
+
+def cells(names: list[Any], means: Means, *, has_ends: bool = False) -> dict[Any, str | None]:
+    """The means by name with half of their intervals, "2.345 ± 0.012", or with their ends, "9.310
+    (8.204 to 10.633)"; None for an unknown mean."""
+    result: dict[Any, str | None] = dict.fromkeys(names)
+    for name, mean, low, high in zip(names, *means, strict=True):
+        form = ",.3f" if abs(mean) < 1e6 else ".3e"
+        interval = f" ± {(high - low) / 2:{form}}"
+        if math.isnan(high - low):
+            interval = " (no interval)"
+        elif has_ends:
+            interval = f" ({low:{form}} to {high:{form}})"
+        result[name] = None if math.isnan(mean) else f"{mean:{form}}{interval}"
+    return result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -345,6 +360,19 @@ class DocumentTask[Record: DocumentRecord](Task[Selection, Any]):
             has_ends = cls.value == "perplexity" and label in means  # those of nats, exponentiated
             for name, cell in cells(*curve, has_ends=has_ends).items():
                 rows.setdefault(name, {cls.key: name})[label] = cell
+        return [*rows.values()]
+
+    @classmethod
+    def headroom(cls, series: Series[Record], control: str, ceiling: str) -> list[Row]:
+        """A row per bucket, and one of all: the share of the headroom between two of the series
+        that every other one gives back, with its interval."""
+        rows: dict[Any, dict[str, Any]] = {}
+        key = operator.attrgetter(cls.key)
+        for bucket in (key, lambda record: None if key(record) is None else "all"):
+            for label in (x for x in series if x not in (control, ceiling)):
+                found = shares(series[label], series[control], series[ceiling], bucket)
+                for name, cell in cells(*found).items():
+                    rows.setdefault(name, {cls.key: name})[label] = cell
         return [*rows.values()]
 
     @classmethod
