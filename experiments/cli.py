@@ -145,22 +145,6 @@ def clean_up_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
 
 
-def positives(flag: str) -> list[int]:
-    """The positive integers of a list flag, at least one. Raises `UserError`."""
-    texts = flags.FLAGS[flag].value or []
-    for text in texts or [""]:
-        if not (text.isascii() and text.isdecimal() and int(text)):
-            raise UserError(f"--{flag}: {text!r} is not a number of tokens, e.g. 4096,8192")
-    return [int(text) for text in texts]
-
-
-def use_every_core() -> None:
-    """Makes every CPU core a JAX device, for independent parts. Call it before the first array."""
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
-
-
 def keep_programs(directory: str | None) -> None:
     """Sets the persistent compilation cache to `directory`; "": no cache; None:
     JAX_COMPILATION_CACHE_DIR if it is set, else `ttcd_jax` in the user's cache folder."""

@@ -1,25 +1,23 @@
 """Imports checkpoints of Hugging Face, GGUF files and checkpoints of the reference implementation,
-exports to the first and the last; copies runs, parameters alone.
+exports to the first and the last.
 
     python -m experiments.convert import --format=huggingface|gguf|reference PATH RUN_DIR
                                   [--tokenizer=byte|none|FILE.json]
     python -m experiments.convert export --format=huggingface|reference RUN_DIR PATH
                                   [--step=N] [--dtype=float32|bfloat16|float16]
-    python -m experiments.convert export --format=run RUN_DIR PATH [--step=N]
 
-import: PATH is a folder with config.json and weights (.safetensors, one or several; .bin and .pt
-with torch installed), or a weight file next to a config.json. RUN_DIR is written tensor by tensor;
-it can then be evaluated, and a run can start from it (RunConfig.start_from). A tokenizer.json in
-PATH is copied. With --format=huggingface: a model of the families Llama (SmolLM2), Mistral, Qwen2
-or Qwen3, or an export of ours, with its special tokens, in the dtype of its files. PATH may also be
+import: PATH is a folder with config.json and weights (.safetensors, one or several), or a weight
+file next to a config.json. RUN_DIR is written tensor by tensor; it can then be evaluated, and a run
+can start from it (RunConfig.start_from). A tokenizer.json in PATH is copied. With
+--format=huggingface: a model of the families Llama (SmolLM2), Mistral, Qwen2 or Qwen3, or an export
+of ours, with its special tokens, in the dtype of its files. PATH may also be
 OWNER/NAME[@REVISION] of the hub, which is read through its cache (HF_ENDPOINT, HF_HUB_OFFLINE).
 With --format=gguf: PATH is a file of llama.cpp of the architectures llama, qwen2 or qwen3, which is
 dequantized to float32; its tokenizer is imported if it is byte-level BPE of these families.
 
 export: writes such a folder from the newest step of a run whose method the reference, or
 transformers with the code that the folder then has, computes. An imported model is exported bit for
-bit, except with --dtype. With --format=run: a run directory that
-holds the parameters alone, a third of the size, to evaluate, to generate and to start from.
+bit, except with --dtype.
 """
 
 import contextlib
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from ttcd_jax.data.tokenizer import TokenizerConfig
 
 FLAGS = flags.FLAGS
-_FORMATS = ["huggingface", "gguf", "reference", "run"]
+_FORMATS = ["huggingface", "gguf", "reference"]
 flags.DEFINE_enum("format", None, _FORMATS, "Format of the checkpoint.", required=True)
 flags.DEFINE_string(
     "tokenizer", None, "import: byte, none or a tokenizer.json; default: the one in PATH, if any."
@@ -63,32 +61,28 @@ def main(argv: list[str]) -> None:
     if action not in commands:
         raise UserError(f"{action!r} is neither import nor export")
     command, foreign = commands[action]
-    if FLAGS.format == "run":
-        command, foreign = _export_run, ("tokenizer", "dtype")
-        if action == "import":
-            raise UserError("--format=run is a format of export: a run directory needs no import")
     if (FLAGS.format, action) == ("gguf", "export"):
         raise UserError("--format=gguf is a format of import: export --format=huggingface")
     for name in foreign:
         if FLAGS[name].present:
             raise UserError(f"--{name} is no option of {action} --format={FLAGS.format}")
+    check_unused(Path(destination))
     cli.clean_up_on_sigterm()
     command(source, Path(destination))
 
 
 def _import(name: str, run_dir: Path) -> None:
-    with contextlib.ExitStack() as stack:
-        _import_into(name, run_dir, stack)
+    with tempfile.TemporaryDirectory() as scratch:
+        _import_into(name, run_dir, Path(scratch))
 
 
-def _import_into(name: str, run_dir: Path, stack: contextlib.ExitStack) -> None:
+def _import_into(name: str, run_dir: Path, scratch: Path) -> None:
     from ttcd_jax.data.hub import model_folder
     from ttcd_jax.interop.hugging_face import open_gguf_file, open_hugging_face
     from ttcd_jax.interop.reference_config import open_reference
     from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory
     from ttcd_jax.train.checkpoint import StreamedCheckpoints
 
-    check_unused(run_dir)
     is_theirs = FLAGS.format == "huggingface"
     source = model_folder(name) if is_theirs else Path(name)
     if not source.exists():
@@ -96,7 +90,7 @@ def _import_into(name: str, run_dir: Path, stack: contextlib.ExitStack) -> None:
     folder = source if source.is_dir() else source.parent
     if FLAGS.format == "gguf":
         (params, config, metadata), texts = open_gguf_file(source)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = scratch
         for file, text in texts.items():
             (folder / file).write_text(text)
     else:
@@ -167,7 +161,6 @@ def _export(run_dir: str, folder: Path) -> None:
     from ttcd_jax.interop.weight_files import write_safetensors
     from ttcd_jax.run.export import exported_run
 
-    check_unused(folder)
     tensors, files, step = exported_run(run_dir, FLAGS.format, FLAGS.step, FLAGS.dtype)
     with whole_folder(folder) as unfinished:
         write_safetensors(unfinished, tensors)
@@ -176,23 +169,6 @@ def _export(run_dir: str, folder: Path) -> None:
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
     path = units.printable(str(folder.absolute()))
     print(f"{len(tensors)} tensors, {count:,} numbers of step {step} in {path}")
-
-
-def _export_run(run_dir: str, folder: Path) -> None:
-    from ttcd_jax.run.directory import SMALL_FILES, RunDirectory, load_params
-    from ttcd_jax.train.checkpoint import Checkpoints
-
-    check_unused(folder)
-    directory = RunDirectory(run_dir)
-    params, config, step = load_params(run_dir, FLAGS.step)
-    with whole_folder(folder) as unfinished:
-        for name in SMALL_FILES:
-            if (directory.path / name).is_file():
-                shutil.copyfile(directory.path / name, unfinished / name)
-        path = RunDirectory(unfinished).checkpoints
-        with contextlib.closing(Checkpoints(path, model=config)) as checkpoints:
-            checkpoints.save(step, {"params": params})
-    print(f"parameters of step {step} in {units.printable(str(folder.absolute()))}")
 
 
 if __name__ == "__main__":

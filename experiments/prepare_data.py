@@ -11,7 +11,6 @@ PATH is a file or a folder of
     .txt                a document each
     .jsonl              a document in --field of each line
     .parquet, .arrow    a document in --field of each row: text, or a list of token ids
-    state.json          the same: a folder that `datasets` saved
     index.json          the same: MDS shards
     .idx                Megatron-LM's documents of token ids, with the .bin beside it
 Token ids are those of --tokenizer; the tokens that begin and end documents are named by
@@ -52,7 +51,7 @@ from experiments import cli
 from ttcd_jax import units
 from ttcd_jax.data.compressed import bytes_read
 from ttcd_jax.data.corpus import CorpusConfig, input_bytes, stream_documents
-from ttcd_jax.data.documents import readable_glob
+from ttcd_jax.data.documents import glob_of
 from ttcd_jax.data.preparation import prepare_records, stored_tokens
 from ttcd_jax.data.records import verify_records
 from ttcd_jax.data.tokenizer import JsonTokenizer, TokenizerConfig, tokenizer_of, train_tokenizer
@@ -121,8 +120,9 @@ def _corpus() -> CorpusConfig:
         raise UserError(f"no file or folder at --input={path}")
     names = ("field", "validation_percent", "validation_files")
     options: dict[str, Any] = {name: FLAGS[name].value for name in names}
-    corpus = CorpusConfig(kind="text", path=FLAGS.input, **options)
-    return corpus.replace(glob=FLAGS.glob or readable_glob(path)) if path.is_dir() else corpus
+    if path.is_dir():
+        options["glob"] = FLAGS.glob or glob_of(path, filter(Path.is_file, path.rglob("*")))
+    return CorpusConfig(kind="text", path=FLAGS.input, **options)
 
 
 def _download() -> None:

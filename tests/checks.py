@@ -2,7 +2,7 @@
 
 import contextlib
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,11 @@ def assert_same(ours, theirs) -> None:
     """Every leaf of two trees agrees to the last bit."""
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def bits(tensors: Mapping[str, np.ndarray]) -> dict[str, tuple]:
+    """What two checkpoints must share to be the same to the last bit."""
+    return {name: (x.dtype, x.shape, x.tobytes()) for name, x in tensors.items()}
 
 
 def influence(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> np.ndarray:

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import io
 import json
 import os
 import re
@@ -19,7 +20,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 # None of them defines a flag of a command.
@@ -46,14 +49,15 @@ def start(program: str | Path, *arguments, is_forked: bool = True, **options) ->
     """A command by its name, or a program among the tests by its path, in the repository's folder;
     `options` are those of `subprocess.Popen`."""
     options = {"cwd": ROOT, "env": cpu_environment(), "text": True} | options
-    named = (program,) if isinstance(program, Path) else ("-m", module_of(program))
-    line = [sys.executable, *map(str, (*named, *arguments))]
+    line = [sys.executable, *_line(program, *arguments)]
     return (_Fork if is_forked else subprocess.Popen)(line, **options)
 
 
-def module_of(command: str) -> str:
-    """The module of `launch`, `tests.parity`."""
-    return command if command.startswith("tests.") else f"experiments.{command}"
+def _line(program: str | Path, *arguments) -> list[str]:
+    """What follows `python`, for `launch`, `tests.parity` or a path."""
+    module = program if str(program).startswith("tests.") else f"experiments.{program}"
+    named = [program] if isinstance(program, Path) else ["-m", module]
+    return [*map(str, (*named, *arguments))]
 
 
 def run(
@@ -103,6 +107,35 @@ def mistake(result: subprocess.CompletedProcess, status: int = 2) -> str:
     return result.stderr
 
 
+def ends(lines: Sequence[Sequence], **options) -> list[tuple[int, str, str]]:
+    """(exit status, standard output, standard error) of commands or programs that end before they
+    compute; one process runs them in turn."""
+    lines = [_line(*line) for line in lines]
+    return list(map(tuple, json.loads(output(Path(__file__), json.dumps(lines), **options))))
+
+
+def _ends(lines: list[list[str]]) -> list[tuple[int, str, str]]:
+    from absl import app, flags
+
+    importlib.import_module("experiments.cli")
+    app.define_help_flags()
+    lasting, ends = {*flags.FLAGS}, []
+    for line in lines:
+        streams = {"stdin": io.TextIOWrapper(io.BytesIO())}
+        streams |= {"stdout": io.StringIO(), "stderr": io.StringIO()}
+        with mock.patch.multiple(sys, **streams), mock.patch.dict(os.environ):
+            try:
+                _run(line)
+            except SystemExit as end:
+                texts = (streams[name].getvalue() for name in ("stdout", "stderr"))
+                ends.append((end.code, *texts))
+        for name in {*flags.FLAGS} - lasting:
+            delattr(flags.FLAGS, name)
+        flags.FLAGS["import"].unparse()
+        flags.FLAGS.unparse_flags()
+    return ends
+
+
 def cpu_environment(**variables: str) -> dict[str, str]:
     return os.environ | {"JAX_PLATFORMS": "cpu"} | variables
 
@@ -115,7 +148,7 @@ class _Fork(subprocess.Popen):
         server, its_environment = _server()
         # jax reads them when it is imported.
         assert _of_jax(env) == _of_jax(its_environment), "start it: is_forked=False"
-        request = {"arguments": args[1:], "folder": str(cwd), "environment": env}
+        request = args[1:], str(cwd), env
         standard = [fd if fd >= 0 else i for i, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
         socket.send_fds(server, [json.dumps(request).encode()], standard)
         self.pid = int(server.recv(16))
@@ -167,10 +200,7 @@ def _serve() -> list[str]:
     for number, fd in enumerate(standard):
         os.dup2(fd, number)
         os.close(fd)
-    return _become(**json.loads(request))
-
-
-def _become(arguments: list[str], folder: str, environment: dict[str, str]) -> list[str]:
+    arguments, folder, environment = json.loads(request)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -188,5 +218,7 @@ def _run(arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and len(sys.argv) > 1:
+    print(json.dumps(_ends(json.loads(sys.argv[1]))))
+elif __name__ == "__main__":
     _run(_serve())

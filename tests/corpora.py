@@ -34,6 +34,10 @@ def json_lines(texts: Sequence[str | None], **others) -> bytes:
     return "".join(json.dumps(others | {"text": text}) + "\n" for text in texts).encode()
 
 
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def records(corpus: CorpusConfig, folder: Path, **options) -> dict:
     """The manifest of new records of bytes."""
     folder.mkdir(parents=True)
@@ -45,8 +49,8 @@ def reseal(folder: Path, **changes) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     if isinstance(manifest, dict):
         manifest |= changes
-        files = manifest.get("files")
-        for name, entry in files.items() if isinstance(files, dict) else ():
+        listed = manifest.get("files")
+        for name, entry in listed.items() if isinstance(listed, dict) else ():
             if isinstance(entry, dict) and (folder / name[:99]).is_file():
                 entry["sha256"] = sha256(folder / name)
         manifest = sealed({name: x for name, x in manifest.items() if name != "sha256"})

@@ -6,8 +6,7 @@ import http.server
 import json
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 SHA = "1234567890" * 4
 
@@ -68,14 +67,7 @@ class Hub:
 @contextlib.contextmanager
 def serve(hub: Hub) -> Iterator[str]:
     """The address of a server of `hub`."""
-    with served(_Handler, hub) as address:
-        yield address
-
-
-@contextlib.contextmanager
-def served(handler: Callable[..., Any], hub: Hub | None = None) -> Iterator[str]:
-    """The address of a server whose requests `handler` answers."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.hub = hub
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()

@@ -20,13 +20,11 @@ from ttcd_jax.config import (
     NonNegativeFloat,
     Positive,
     PositiveFloat,
-    closest,
 )
 from ttcd_jax.data.sources import BatchesConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.nn.rope import RopeConfig, YarnConfig
-from ttcd_jax.precision import Precision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,24 +64,18 @@ class Outer(Config):
     [
         ("count", 3.0, "int"),
         ("count", True, "int"),
-        ("count", "3", "int"),
         ("rate", "0.5", "float"),
-        ("rate", False, "float"),
         ("is_on", 1, "bool"),
         ("kind", "c", "'a' | 'b'"),
         ("layers", (1, "2"), "tuple[int, ...]"),
-        ("layers", 1, "tuple[int, ...]"),
         ("length", 1.5, "int | NoneType"),
-        ("length", 2.0, "int | NoneType"),
         ("inner", {"size": 1}, "Inner | Other"),
-        ("inner", None, "Inner | Other"),
         ("count", 0, "must be at least 1"),
         ("start", -1, "must be at least 0"),
         ("length", 1, "must be at least 2, or None"),
         ("sizes", (1, 0), "must each be at least 1"),
         ("limit", 0, "must be at least 1"),
         ("scale", 0.0, "must be positive and finite"),
-        ("scale", math.inf, "must be positive and finite"),
         ("scale", math.nan, "must be positive and finite"),
         ("penalty", -0.1, "must be 0 or more, finite"),
         ("share", 1.01, "must be between 0 and 1"),
@@ -111,23 +103,14 @@ def test_only_a_copy_changes_and_it_is_validated_anew():
     refused("count 13 is no luck", Outer().replace, count=13)
 
 
-YARN = RopeConfig(yarn=YarnConfig(factor=4.0, original_length=128))
-NARROW = Precision(compute="bfloat16")
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_json_gives_back_the_same_configuration():
+    rope = RopeConfig(yarn=YarnConfig(factor=4.0, original_length=128))
+    memory = MemoryConfig(renorm_chunks=2, eta=0.1 + 0.2)
+    for config in (
         Outer(layers=(1, 2), limit=7, inner=Other(name="y")),
-        MemoryConfig(renorm_chunks=2, eta=0.1 + 0.2),
-        YARN,
-        config_of("ipttcd", num_layers=4, fast_layers=(0, 2), rope=YARN, precision=NARROW),
-    ],
-    ids=lambda config: type(config).__name__,
-)
-def test_json_gives_back_the_same_configuration(config):
-    text = json.dumps(config.to_dict())
-    assert type(config).from_dict(json.loads(text)) == config
+        config_of("ipttcd", num_layers=4, fast_layers=(0, 2), rope=rope, memory=memory),
+    ):
+        assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_unknown_and_missing_keys_and_foreign_classes_are_named():
@@ -142,11 +125,6 @@ def test_unknown_and_missing_keys_and_foreign_classes_are_named():
     del source["rate"], source["kind"]
     assert Outer.from_dict(source | {"count": 4}) == Outer(count=4)  # from before they existed
     refused("BatchesConfig lacks seq_len", BatchesConfig.from_dict, {})
-
-
-def test_the_nearest_name_is_offered_or_none():
-    assert closest("windw", ["window", "dim"]) == "; did you mean 'window'?"
-    assert closest("zzz", ["window", "dim"]) == ""
 
 
 def test_parameters_name_known_axes_only():

@@ -73,24 +73,20 @@ def test_what_the_page_registers_works(place):
     assert lines == [f"{record['step']} {record['loss']}" for record in records]
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("evaluate --run_dir=runs/hebbian --task=recall", "add --import=my_package.hebbian ("),
-        ("report --run_dir=runs/hebbian", "needs my_package.hebbian: add --import="),
-        (
-            "generate --run_dir=runs/hebbian --prompt_file=GENES/0.fasta",
-            "needs my_package.hebbian: ",
-        ),
-        ("launch --gin=my_package/hebbian.gin --run_dir=runs/hebbian", "add --import="),
-        ("evaluate --import=my_pakage.x --run_dir=. --task=ppl", "no module my_pakage in"),
-        ("evaluate --import=my_package/x.py --run_dir=. --task=ppl", "not a file: x"),
-        ("evaluate --import=os;ls --run_dir=. --task=ppl", "give a module's name"),
-        ("report --import=my_package.hebbian --run_dir=runs/hebbian", "task is called 'halves'"),
-    ],
-)
-def test_a_module_that_is_missing_is_named(place, line, words):
-    assert words in commands.refused(*line.split(), **_in(place))
+def test_a_module_that_is_missing_is_named(place):
+    refusals = {
+        "evaluate --run_dir=runs/hebbian --task=recall": "add --import=my_package.hebbian (",
+        "report --run_dir=runs/hebbian": "needs my_package.hebbian: add --import=",
+        "generate --run_dir=runs/hebbian --prompt_file=genes/manifest.json": "my_package.hebbian: ",
+        "launch --gin=my_package/hebbian.gin --run_dir=runs/hebbian": "add --import=",
+        "evaluate --import=my_pakage.x --run_dir=. --task=ppl": "no module my_pakage in",
+        "evaluate --import=my_package/x.py --run_dir=. --task=ppl": "not a file: x",
+        "evaluate --import=os;ls --run_dir=. --task=ppl": "give a module's name",
+        "report --import=my_package.hebbian --run_dir=runs/hebbian": "task is called 'halves'",
+    }
+    ends = commands.ends([line.split() for line in refusals], **_in(place))
+    for (line, words), (status, _, error) in zip(refusals.items(), ends, strict=True):
+        assert (status, error.count("\n"), words in error) == (2, 1, True), (line, error)
 
 
 @pytest.mark.parametrize("names", [5, ["a b"], [["os"]], {"os": 1}, [None], "os"])

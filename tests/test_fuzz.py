@@ -87,9 +87,9 @@ def test_saved_states(tmp_path):
             data[draw.randrange(min(len(data), 400))] = draw.randrange(256)
         return bytes(data)
 
-    fuzz_file(folder / "state.json", read, 300)
+    fuzz_file(folder / "state.json", read, 150)
     source = arrays.read_bytes()
-    fuzz(source, lambda data: (arrays.write_bytes(data), read()), 200, write=damaged)
+    fuzz(source, lambda data: (arrays.write_bytes(data), read()), 100, write=damaged)
 
 
 ON_AND_OFF = ("on, fast weights on", "on, off (eta = 0)")
@@ -196,4 +196,4 @@ def test_gin_files(tmp_path):
         (tmp_path / "x.gin").write_text(text)
         load_config(RunConfig, str(tmp_path / "x.gin"), config_dir=cli.CONFIG_DIR)
 
-    fuzz(lines, read, 700, write=write)
+    fuzz(lines, read, 400, write=write)

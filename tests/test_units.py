@@ -1,5 +1,10 @@
+"""Numbers and lines on the terminal."""
+
+import time
+
 import pytest
 
+from ttcd_jax import terminal
 from ttcd_jax.units import clock, count, size
 
 
@@ -22,3 +27,13 @@ from ttcd_jax.units import clock, count, size
 )
 def test_a_number_is_printed_in_its_unit(text, expected):
     assert text == expected
+
+
+def test_a_log_gets_one_line_for_all_phases_of_the_start(capsys, monkeypatch):
+    clock = iter((0.0, 1.5, 2.0, 2.01, 3.0, 11.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    for name in ("importing", "reading data", "compiling"):
+        with terminal.phase(name):
+            pass
+    terminal.say_started()
+    assert capsys.readouterr().out == "started in 9.5 s: importing 1.5, compiling 8.0\n"

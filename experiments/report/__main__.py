@@ -39,11 +39,15 @@ def main(argv: list[str]) -> None:
     paths = map(Path, FLAGS.run_dir)
     run_dirs = [*{path.resolve(): path for path in reversed([*paths])}.values()][::-1]
     first = run_dirs[0].parent if run_dirs[0].is_file() else run_dirs[0]
-    between = tuple(FLAGS.headroom or ())
-    if len(between) not in (0, 2):
-        raise UserError(
-            f"--headroom names a control and a ceiling, got {len(between)}: give it twice"
-        )
+    match FLAGS.headroom:
+        case None:
+            between = None
+        case [control, ceiling]:
+            between = control, ceiling
+        case one:
+            raise UserError(
+                f"--headroom names a control and a ceiling, got {len(one)}: give it twice"
+            )
     output = Path(FLAGS.output) if FLAGS.output else first / "report"
     for section in write_report(run_dirs, output, FLAGS.next, between):
         print(f"\n{section.title}\n{format_table(section.table)}")

@@ -2,6 +2,7 @@
 its page."""
 
 import dataclasses
+import functools
 import itertools
 import operator
 import statistics
@@ -68,12 +69,11 @@ class StudyConfig(Config):
         for name in only:
             if name not in names:
                 raise UserError(f"--only={name} is none of the study's {', '.join(names)}")
-        single = {PurePath(file).stem for file in self.once}
         return [
             (name, seed)
             for seed in self.seeds
-            for name in names
-            if (not only or name in only) and (name not in single or seed == self.seeds[0])
+            for name, file in names.items()
+            if (not only or name in only) and (file not in self.once or seed == self.seeds[0])
         ]
 
 
@@ -93,13 +93,11 @@ def held_out_texts(config: StudyConfig, params: Sequence[str], path: Path) -> di
     Raises `UserError` for recipes on other data, or none, for two corpora of one name, and for
     held-out text that is too short.
     """
-    data = None
+    load = functools.partial(load_config, RunConfig, params=params, config_dir=cli.CONFIG_DIR)
+    data, texts, size = load(config.recipes[0]).data, {}, config.piece_bytes
     for file in config.files().values():
-        run = load_config(RunConfig, file, params, config_dir=cli.CONFIG_DIR)
-        if data is not None and run.data != data:
+        if load(file).data != data:
             raise UserError(f"the recipes of a study have one data configuration, {file} another")
-        data = run.data
-    texts, size = {}, config.piece_bytes
     for part in data.parts if isinstance(data, MixtureConfig) else (data,):
         if not isinstance(part, TextConfig):
             raise UserError(f"a study is evaluated on text, not on {type(part).__name__}")
@@ -115,8 +113,7 @@ def held_out_texts(config: StudyConfig, params: Sequence[str], path: Path) -> di
             )
         if name in texts:
             raise UserError(f"two corpora of the study are named {name}: rename one of the folders")
-        count = min(config.max_pieces, len(pieces))
-        chosen = np.linspace(0, len(pieces) - 1, count).astype(int)
+        chosen = np.linspace(0, len(pieces) - 1, min(config.max_pieces, len(pieces))).astype(int)
         # A cut may be inside a character.
         shown = [pieces[index].decode(errors="ignore") for index in chosen]
         write_json(path / "study.json", config.to_dict())  # so that these are no run's documents
@@ -175,8 +172,8 @@ def write_study(config: StudyConfig, texts: dict[str, Path], path: Path) -> None
                 sections += _sections(task, text, measured, path / "pictures" / text)
         sections += training_sections(runs, path / "pictures")
     rows = run_rows(runs)
-    tables = [("Runs", rows), *((section.title, section.table) for section in sections)]
-    tables = "\n".join(f"{title}\n{format_table(table)}\n" for title, table in tables)
+    shown = [Section("Runs", rows, ()), *sections]
+    tables = "\n".join(f"{x.title}\n{format_table(x.table)}\n" for x in shown)
     write_whole(path / "tables.txt", tables)
     title = f"Study: {', '.join(config.files())}"
     write_page(path / "index.html", title=title, runs=rows, colours=colours, sections=sections)
@@ -255,9 +252,9 @@ def _by_seed(measured: Measured) -> list[Row]:
         for label in next(iter(seeds.values())):
             means = {}
             for seed, series in seeds.items():
-                counted = [x for x in series[label] if x.document is not None]
-                nll = sum(x.nll for x in counted)
-                means[f"seed {seed}"] = nll / sum(x.tokens for x in counted)
+                counted = [(x.nll, x.tokens) for x in series[label] if x.document is not None]
+                nll, tokens = map(sum, zip(*counted, strict=True))
+                means[f"seed {seed}"] = nll / tokens
             spread = statistics.stdev(means.values()) if len(means) > 1 else None
             mean = statistics.mean(means.values())
             rows.append({"recipe": label} | means | {"mean": mean, "deviation": spread})

@@ -72,41 +72,57 @@ def environment() -> dict[str, Any]:
     return found
 
 
-class Store(dict[tuple[Any, ...], Row]):
+class Store(dict[tuple[str, ...], Row]):
     """The rows of a file of JSON, {**head, "rows": [...]}, by job; the head says on which machine
     and by which source they are measured. Without a file they are kept in this process."""
 
     def __init__(
-        self, parser: ArgumentParser, options: Namespace, job: type[NamedTuple], **head: Any
+        self, parser: ArgumentParser, file: Path | None, job: type[NamedTuple], **head: Any
     ) -> None:
-        """Ends the command if the file of --json is damaged, or of another head; clocks and commit
-        of its environment may differ."""
+        """Ends the command if the file is damaged, or of another head; clocks and commit of its
+        environment may differ."""
         super().__init__()
-        head |= {"environment": environment(), "source": verified.source()}
-        self._file, self._head, self._fields = options.json, head, job._fields
-        if self._file is None or not self._file.exists():
+        self._file, self._fields = file, job._fields
+        self._head = {**head, "environment": environment(), "source": verified.source()}
+        if file is None or not file.exists():
             return
         try:
-            earlier = json.loads(self._file.read_text())
+            earlier = json.loads(file.read_text())
             self.update((self._key(row), row) for row in earlier.pop("rows"))
-            is_same = _origin(earlier) == _origin(head)
+            is_same = _origin(earlier) == _origin(self._head)
             wrong = "" if is_same else "is of another machine, version or source"
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             wrong = f"is no report of this command ({error!r})"
         if wrong:
-            parser.error(f"--json: {self._file} {wrong}; name another file")
+            parser.error(f"--json: {file} {wrong}; name another file")
 
     def left(self, jobs: Sequence[Any], *, has_lost: bool = False) -> list[Any]:
         """The jobs without a row, and at the end, if wanted, those that were lost."""
         lost = [x for x in jobs if self.get(x, {}).get("note", "").startswith(_LOST)]
         return [*(x for x in jobs if x not in self), *(lost if has_lost else ())]
 
-    def add(self, row: Row) -> None:
-        """Adds a row, or replaces that of its job, and writes the file."""
-        self[self._key(row)] = row
-        write_json({**self._head, "rows": [*self.values()]}, self._file)
+    def run(
+        self,
+        program: Sequence[str],
+        jobs: Sequence[Any],
+        seconds: float,
+        at_most: int | None = None,
+    ) -> Iterator[Row]:
+        """The row of every job as it ends, added here and to the file, in a process each: as many
+        at a time as there are cores, or at most so many."""
+        cores = os.cpu_count() or 1
+        pool = concurrent.futures.ThreadPoolExecutor(min(cores, at_most or cores))
+        try:
+            futures = [pool.submit(in_process, program, job, seconds) for job in jobs]
+            for future in concurrent.futures.as_completed(futures):
+                row = future.result()
+                self[self._key(row)] = row
+                write_json({**self._head, "rows": [*self.values()]}, self._file)
+                yield row
+        finally:
+            pool.shutdown(cancel_futures=True)
 
-    def _key(self, row: Row) -> tuple[Any, ...]:
+    def _key(self, row: Row) -> tuple[str, ...]:
         return tuple(row[name] for name in self._fields)
 
 
@@ -114,22 +130,7 @@ def _origin(head: Row) -> Row:
     return head | {"environment": {**head["environment"], "clocks": None, "commit": None}}
 
 
-def in_processes(
-    program: Sequence[str], jobs: Sequence[NamedTuple], seconds: float, at_most: int | None = None
-) -> Iterator[Row]:
-    """The row of every job as it ends, in a process each: as many at a time as there are cores, or
-    at most so many."""
-    cores = os.cpu_count() or 1
-    pool = concurrent.futures.ThreadPoolExecutor(min(cores, at_most or cores))
-    try:
-        futures = [pool.submit(in_process, program, job, seconds) for job in jobs]
-        for future in concurrent.futures.as_completed(futures):
-            yield future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def in_process(program: Sequence[str], job: NamedTuple, seconds: float) -> Row:
+def in_process(program: Sequence[str], job: Any, seconds: float) -> Row:
     """The row that `python PROGRAM --job FIELD ...` prints last; one with a note if it crashes, or
     gives no result in so many seconds."""
     command = [sys.executable, *program, "--job", *job]

@@ -56,19 +56,21 @@ def main(arguments: list[str] | None = None) -> None:
         names = ", ".join(options.implementation)
         raise SystemExit(f"nothing to check: no op has an implementation {names} here")
     gpu = launch.capability()
-    store = cases.Store(parser, options, Job, capability=gpu)
-    for row in cases.in_processes(PROGRAM, store.left(jobs, has_lost=True), options.timeout):
-        store.add(row)
+    store = cases.Store(parser, options.json, Job, capability=gpu)
+    for _ in store.run(PROGRAM, store.left(jobs, has_lost=True), options.timeout):
+        pass
     rows = [store[job] for job in jobs]
     print(format_table(rows), *advice(gpu, rows), sep="\n", flush=True)
     failed = [row for row in rows if row["note"]]
     if failed:
         raise SystemExit(f"{len(failed)} of {len(rows)} failed; the notes above say why")
-    if gpu is None or {*options.op} != {*OPS} or {*GPU_KERNELS} - {*options.implementation}:
-        print(f"all {len(rows)} passed")
-    else:
+    remembered = ""
+    if gpu is not None and {*options.op} == {*OPS} and {*GPU_KERNELS} <= {*options.implementation}:
         file = verified.record(gpu)
-        print(f'all {len(rows)} passed: "auto" takes the kernels on this machine ({file})')
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        remembered = f': "auto" takes the kernels on this machine ({file})'
+    print(f"all {len(rows)} passed{remembered}")
 
 
 def checked(job: Job) -> Row:
@@ -81,9 +83,9 @@ def checked(job: Job) -> Row:
 
 def advice(gpu: int | None, rows: Sequence[Row]) -> list[str]:
     """What to change after a check of everything that "auto" may take: `verified.VERIFIED`."""
-    passed = {(*(row[name] for name in Job._fields),) for row in rows if not row["note"]}
+    passed = {tuple(row[name] for name in Job._fields) for row in rows if not row["note"]}
     needed = {
-        Job(op, GPU_KERNELS[0], case.dtype, case.name)
+        (op, GPU_KERNELS[0], case.dtype, case.name)
         for op in OPS
         for case in OPS[op].SHAPES["check"]
     }

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 
 from ttcd_kernels import launch
 from ttcd_kernels.launch import Launch
@@ -45,23 +44,6 @@ def unfit(kernel: Compiled, capability: int) -> str | None:
     return f"spills {kernel.spill_bytes} bytes" if kernel.spill_bytes > SPILLS else None
 
 
-def alone(
-    launched: Launch, integers: Sequence[Int[Array, "..."]]
-) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """A recorded launch as a function of its floating arrays, and their shapes; its integer arrays
-    are given."""
-    arrays = {i: x for i, x in enumerate(launched.arguments) if _is_array(x)}
-    floats = {i: x for i, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-    given = dict(zip([i for i in arrays if i not in floats], integers, strict=True))
-
-    def run(*operands: jax.Array) -> list[jax.Array]:
-        own = given | dict(zip(floats, operands, strict=True))
-        arguments = (own.get(i, x) for i, x in enumerate(launched.arguments))
-        return launch.launch(launched.kernel, *arguments, **launched.options, **launched.constants)
-
-    return run, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in floats.values()]
-
-
 def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and not isinstance(value, np.generic)
 
@@ -71,7 +53,8 @@ def launches(
 ) -> list[Launch]:
     """The launches of `function(*operands)` on a GPU of this capability, in order."""
     with launch.compiling_for(capability), launch.recorded() as found:
-        jax.eval_shape(function, *operands)
+        # A function of its own: `jit` of the same would take this trace, without its launches.
+        jax.eval_shape(lambda *arrays: function(*arrays), *operands)
     return found
 
 
@@ -101,10 +84,7 @@ def compile_launch(launched: Launch, capability: int) -> Compiled:
         knobs.cache.scope(),
         knobs.nvidia.scope(),
     ):
-        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = (
-            folder,
-            True,
-        )  # a cached kernel reports nothing
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True  # a cached one reports nothing
         compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
     registers, *_ = re.findall(r"Used (\d+) registers", report.getvalue())
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report.getvalue())

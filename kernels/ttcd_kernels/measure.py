@@ -137,20 +137,16 @@ def operands(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
 
 def temp_bytes(compiled: jax.stages.Compiled) -> int:
     """Peak bytes a compiled program needs besides its arguments and results."""
-    return _bytes(compiled).temp_size_in_bytes
+    stats = compiled.memory_analysis()
+    assert stats is not None, "this backend's compiler reports no bytes"
+    return stats.temp_size_in_bytes
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
     """Bytes of a run on the device: arguments, results (donated ones count once), temporaries."""
-    stats = _bytes(compiled)
-    sizes = stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.temp_size_in_bytes
-    return sum(sizes) - stats.alias_size_in_bytes
-
-
-def _bytes(compiled: jax.stages.Compiled) -> Any:
-    stats = compiled.memory_analysis()
-    assert stats is not None, "this backend's compiler reports no bytes"
-    return stats
+    stats: Any = compiled.memory_analysis()
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return temp_bytes(compiled) + stats.argument_size_in_bytes + results
 
 
 def usable_bytes() -> int:

@@ -56,13 +56,12 @@ def main(arguments: list[str] | None = None) -> None:
     reason = launch.unavailable()
     if reason is not None:
         raise SystemExit(f"nothing to tune: {reason}")
-    store = cases.Store(parser, options, Job)
+    store = cases.Store(parser, options.json, Job)
     left = store.left(jobs(options))
     print(f"{len(left)} tiles to try, {len(store)} tried before", flush=True)
     with tempfile.NamedTemporaryFile() as turn:
         program = (*PROGRAM, "--turn", turn.name)
-        for row in cases.in_processes(program, left, _LONGEST, _at_once(options)):
-            store.add(row)
+        for row in store.run(program, left, _LONGEST, _at_once(options)):
             shown = row["note"] if row.get("ms") is None else f"{row['ms']:.4g} ms"
             print(row["case"], row["kernel"], row["tile"], shown, sep="  ", flush=True)
     rows = [*store.values()]
@@ -102,21 +101,17 @@ def measured(job: Job, turn: str) -> Row:
     """The row of a tile; `turn` is a file that processes lock."""
     op = OPS[job.op]
     (case,) = (case for case in op.SHAPES[job.shapes] if case.name == job.case)
-    table, gpu = table_of(op, case), launch.known_capability()
-    best = getattr(table, job.kernel)
+    best, gpu = getattr(table_of(op, case), job.kernel), launch.known_capability()
     tile = type(best)(*map(int, job.tile.split(",")))
-    *_, make = measure.directions(op, case).values()
-    whole = make(op.with_tuning(case, table._replace(**{job.kernel: tile})))
-    launches = machine_code.launches(whole, op.operand_shapes(case), gpu)
-    (launched,) = (x for x in launches if x.kernel.__name__.endswith(job.kernel))
+    function, shapes = op.alone(case, job.kernel, tile)
     row: Row = {**job._asdict(), "ms": None, "note": TABLE if tile == best else ""}
     with _turn(turn, fcntl.LOCK_SH, _COMPILING):
+        (launched,) = machine_code.launches(function, shapes, gpu)
         counts = machine_code.compile_launch(launched, gpu)
         row |= {name: getattr(counts, name) for name in _COUNTS}
         reason = machine_code.unfit(counts, gpu)
         if reason is not None and tile != best:
             return row | {"note": f"not timed: {reason}"}
-        function, shapes = machine_code.alone(launched, op.integers(case, launched))
         known, calls = measure.ready({job: function}, shapes)  # compiled again, by jax-triton
     if not calls:
         return row | {"note": known[job][1]}

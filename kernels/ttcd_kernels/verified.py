@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import importlib.metadata
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import jax
 
 from ttcd_kernels import launch
-from ttcd_kernels.table import write_json
 
 # Compute capabilities. A commit that adds one brings the report of `check` on such a GPU.
 VERIFIED: frozenset[int] = frozenset()
@@ -22,9 +20,7 @@ def missing(*operands: Any) -> str | None:
     right on such a GPU. None if somebody has, or if this machine's own `check` has passed with
     these versions; a program of several processes does not ask, since their machines may differ."""
     gpu = launch.capability(*operands)
-    if gpu is None or gpu in VERIFIED:
-        return None
-    if jax.process_count() == 1 and conditions(gpu) in passed():
+    if gpu is None or gpu in VERIFIED or (jax.process_count() == 1 and record(gpu).exists()):
         return None
     return (
         f"the kernels have not been checked on a GPU of compute capability {gpu}; run "
@@ -33,26 +29,12 @@ def missing(*operands: Any) -> str | None:
 
 
 def record(capability: int) -> Path:
-    """Remembers that `check` has passed on this machine; the file."""
-    file = _file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_json([*passed(), conditions(capability)], file)
-    return file
-
-
-def passed() -> list[dict[str, Any]]:
-    """The checks that have passed on this machine; nothing where the file is missing or damaged."""
-    try:
-        found = json.loads(_file().read_text())
-    except (OSError, ValueError):
-        return []
-    return found if isinstance(found, list) else []
-
-
-def conditions(capability: int) -> dict[str, Any]:
-    """The conditions that a check holds for: the GPU, the compilers, the source of this package."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "triton")}
-    return {"capability": capability, **versions, "source": source()}
+    """The file whose presence says that `check` has passed on this machine: with such a GPU, these
+    compilers and this source."""
+    versions = [f"{x}-{importlib.metadata.version(x)}" for x in ("jax", "jaxlib", "triton")]
+    name = "_".join(["checked", str(capability), *versions, source()])
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "ttcd_kernels" / name
 
 
 @functools.cache
@@ -62,8 +44,3 @@ def source(folder: Path = Path(__file__).parent) -> str:
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
-
-
-def _file() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "ttcd_kernels" / "checked.json"

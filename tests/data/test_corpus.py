@@ -61,14 +61,10 @@ def test_split_depends_on_the_name_alone(stdlib):
     assert _names(load_documents(CorpusConfig(), "validation")) == held_out[-1:]
 
 
-def test_the_real_standard_library_is_found():
-    train = load_documents(CorpusConfig(), "train")
-    assert sum(len(document.text) for document in train) > 5_000_000
-    parts = {part for name in _names(train) for part in name.split("/")}
-    assert parts.isdisjoint({"site-packages", "test", "tests", "idle_test", "__pycache__"})
-
-
-ALL = {"validation_percent": 0}
+ALL, HOLD_OUT = {"validation_percent": 0}, {"validation_files": 1}
+RUN = {"a.txt": "a"} | dict.fromkeys(("run/lock", "x/lock"), "process 7 on x\n")
+RUN |= {"x/b.txt": "b", "run/data.json": "{}", "run/.data.json.7": "{"}
+LOCKS = ALL | {"glob": "**/[abl]*"}
 
 
 @pytest.mark.parametrize(
@@ -76,17 +72,17 @@ ALL = {"validation_percent": 0}
     [
         (["train/b.txt", "train/a.txt", "validation/c.txt"], {}, ["a.txt", "b.txt"], ["c.txt"]),
         (["train/a.txt", "train/b.md", "validation/c.md"], {"glob": "*.md"}, ["b.md"], ["c.md"]),
-        (
-            ["x/2.txt", "x/0.txt", "1.txt"],
-            {"validation_files": 1},
-            ["1.txt", "x/0.txt"],
-            ["x/2.txt"],
-        ),
+        (["x/2.txt", "x/0.txt", "1.txt"], HOLD_OUT, ["1.txt", "x/0.txt"], ["x/2.txt"]),
+        # Runs, sweeps and studies are no text; a lock may be left among text.
+        (RUN, LOCKS, ["a.txt", "x/b.txt", "x/lock"], []),
+        (RUN | {"x/config.json": "{}"}, LOCKS, ["a.txt"], []),
+        (RUN | {"x/study.json": "{}"}, LOCKS, ["a.txt"], []),
     ],
 )
 def test_files_of_a_folder(tmp_path, files, options, train, validation):
-    config = _folder(tmp_path, files, **options)
-    assert [_names(documents) for documents in _splits(config)] == [train, validation]
+    found = [*stream_documents(_folder(tmp_path, files, **options))]
+    names = [[x.name for part, x in found if part == split] for split in SPLITS]
+    assert names == [train, validation]
 
 
 def test_files_and_documents_of_a_file_are_held_out_by_their_names(tmp_path):
@@ -152,20 +148,16 @@ def _digest(*parts):
     return hashlib.sha256(b"".join(len(part).to_bytes(8) + part for part in parts)).hexdigest()
 
 
-def test_fingerprint_is_of_names_and_contents_in_order():
-    documents = [Document("a", b"bc"), Document("d", b"", np.array([7], "<i4"))]
-    counts = {"kind": "stdlib", "num_documents": 2, "num_bytes": 6}
-    digest = {"sha256": _digest(b"a", b"bc", b"d", bytes([7, 0, 0, 0]))}
-    assert manifest(CorpusConfig(), documents) == counts | digest
-
-
-def test_the_name_of_a_file_may_be_any_bytes(tmp_path):
+def test_fingerprint_is_of_names_which_may_be_any_bytes_and_contents_in_order(tmp_path):
     with open(os.fsencode(tmp_path) + b"/\xff.txt", "wb") as file:
         file.write(b"text")
-    config = CorpusConfig(kind="text", path=str(tmp_path), **ALL)
-    (document,) = load_documents(config, "train")
+    (document,) = load_documents(CorpusConfig(kind="text", path=str(tmp_path), **ALL), "train")
     assert os.fsencode(document.name) == b"\xff.txt"
-    assert manifest(config, [document])["sha256"] == _digest(b"\xff.txt", b"text")
+    documents = [document, Document("a", b"bc"), Document("d", b"", np.array([7], "<i4"))]
+    parts = (b"\xff.txt", b"text", b"a", b"bc", b"d", bytes([7, 0, 0, 0]))
+    digest = hashlib.sha256(b"".join(len(part).to_bytes(8) + part for part in parts)).hexdigest()
+    counts = {"kind": "stdlib", "num_documents": 3, "num_bytes": 10}
+    assert manifest(CorpusConfig(), documents) == counts | {"sha256": digest}
 
 
 def test_text_that_is_too_large_for_memory_is_refused(tmp_path, monkeypatch):
@@ -175,22 +167,6 @@ def test_text_that_is_too_large_for_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("ttcd_jax.data.corpus.MAX_TEXT_BYTES", 1199)
     remedy = f"experiments.prepare_data --input={tmp_path} --tokenizer=tokenizer.json"
     refused(f"1.17 KiB of text and more|{remedy}", load_documents, config, "train")
-
-
-@pytest.mark.parametrize(
-    ("others", "names"),
-    [
-        ([], ["a.txt", "sub/b.txt", "sub/lock"]),  # a lock that was left among text
-        (["config.json"], ["a.txt"]),  # of a sweep
-        (["study.json"], ["a.txt"]),
-    ],
-)
-def test_runs_sweeps_and_studies_are_no_text(tmp_path, others, names):
-    lock = {"lock": "process 7 on x\n"}
-    config = _folder(tmp_path, ["a.txt", "sub/b.txt"], glob="**/[abl]*", **ALL)
-    _folder(tmp_path / "run", lock | {"data.json": "{}", ".data.json.7": "{"})
-    _folder(tmp_path / "sub", lock | dict.fromkeys(others, "{}"))
-    assert _names(load_documents(config, "train")) == names
 
 
 @pytest.mark.parametrize(
@@ -220,15 +196,16 @@ def test_links_of_the_hugging_face_cache_are_good_and_others_are_not(tmp_path):
     _folder(tmp_path, ["elsewhere.txt"])
     _folder(cache, ["blobs/12", "a.txt", "snapshots/1/data/no.md"])
     snapshot = cache / "snapshots" / "1"
-    (snapshot / "data" / "a.txt").symlink_to("../../../blobs/12")
+    link, good = snapshot / "b.txt", snapshot / "data" / "a.txt"
+    good.symlink_to("../../../blobs/12")
     config = CorpusConfig(kind="text", path=str(snapshot), **ALL)
-    for path in (snapshot, snapshot / "data"):
+    for path in (snapshot, good.parent):
         assert len(load_documents(config.replace(path=str(path)), "train")) == 1
-    link = snapshot / "b.txt"
+    config = config.replace(glob="b.txt")
     link.symlink_to("../../../elsewhere.txt")
     words = "b.txt is a link that leaves"
-    refused(words, load_documents, config.replace(glob="b.txt"), "train", error=DataError)
+    refused(words, load_documents, config, "train", error=DataError)
     (cache / "blobs").rename(tmp_path / "blobs")  # no cache any more
     link.unlink()
     link.symlink_to("../../a.txt")
-    refused(words, load_documents, config.replace(glob="b.txt"), "train", error=DataError)
+    refused(words, load_documents, config, "train", error=DataError)

@@ -26,41 +26,32 @@ PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 
-import numpy as np
-
 from ttcd_jax.data import preparation
 from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.files import whole_folder
 
 def main(source, output, killed_at, num_processes):
-    events, tokenized, Writer = 0, [], preparation._Writer
+    events, tokenized, Writer = iter(range(1, 10**6)), [], preparation._Writer
     encode, append = preparation.encode_documents, Writer._append
 
     def event(call, half=lambda *arguments: None):
         def wrapped(*arguments):
-            nonlocal events
-            events += 1
-            if events == killed_at:
+            if next(events) == killed_at:
                 half(*arguments)
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*arguments)
         return wrapped
 
-    def encode_counted(documents, *options):
-        tokenized.extend(documents)
-        return encode(documents, *options)
-
     os.fsync, Path.replace = event(os.fsync), event(Path.replace)
     half = lambda self, name, values: append(self, name, values[: len(values) // 2])
     Writer._append = event(append, half)
-    preparation.encode_documents = encode_counted
+    preparation.encode_documents = lambda x, *rest: tokenized.extend(x) or encode(x, *rest)
     preparation._BATCH_BYTES, preparation._SAVE_SECONDS = 100, 0
     corpus = CorpusConfig(kind="text", path=source, validation_percent=30)
+    options = {"shard_tokens": 200, "num_processes": num_processes}
     with whole_folder(Path(output), preparation.stored_tokens) as folder:
-        preparation.prepare_records(
-            corpus, TokenizerConfig(), folder, shard_tokens=200, num_processes=num_processes
-        )
+        preparation.prepare_records(corpus, TokenizerConfig(), folder, **options)
     print(len(tokenized))
 
 if __name__ == "__main__":
@@ -93,15 +84,11 @@ def call(tmp_path):
     return run
 
 
-def _files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def _prepare(source, folder, validation_percent=30):
     corpus = CorpusConfig(kind="text", path=str(source), validation_percent=validation_percent)
     folder.mkdir(exist_ok=True)
     prepare_records(corpus, TokenizerConfig(), folder, shard_tokens=200)
-    return _files(folder)
+    return corpora.files(folder)
 
 
 def _stored(place):
@@ -122,7 +109,7 @@ def test_a_killed_call_is_continued(call, tmp_path, killed_at, processes):
     result = call(processes=processes)
     assert (result.returncode, result.stderr) == (0, "")
     assert int(result.stdout) == (len(TEXTS) - stored if processes == 1 else 0)
-    files = _files(tmp_path / "records")
+    files = corpora.files(tmp_path / "records")
     assert files == _prepare(tmp_path / "source.jsonl", tmp_path / "undisturbed")
     verify_records(tmp_path / "records")
     assert not (tmp_path / ".records.unfinished").exists()
@@ -137,7 +124,7 @@ def test_calls_that_are_killed_one_after_another_come_to_an_end(call, tmp_path):
         assert num_killed < 20
     assert num_killed > 2
     files = _prepare(tmp_path / "source.jsonl", tmp_path / "undisturbed")
-    assert _files(tmp_path / "records") == files
+    assert corpora.files(tmp_path / "records") == files
 
 
 TOKENS = "train.00000.tokens.bin"
@@ -152,32 +139,24 @@ TOKENS = "train.00000.tokens.bin"
         (lambda _, folder: flip_bit(folder / TOKENS, 6), f"{TOKENS}: its content changed"),
         (lambda _, folder: (folder / "train.starts.bin").unlink(), "train.starts.bin: missing"),
         (lambda _, folder: (folder / "manifest.json").write_text("{"), None),
+        (None, "corpus.validation_percent: 30 -> 20"),
     ],
 )
 def test_only_what_did_not_change_is_continued(call, tmp_path, change, words):
     call(60)
     source, folder = tmp_path / "source.jsonl", tmp_path / ".records.unfinished"
-    stored = _stored(tmp_path)
-    change(source, folder)
-    is_kept = (folder / "manifest.json").stat().st_size > 2
-    result = call()
+    stored, percent = _stored(tmp_path), 30 if change else 20
+    if change:
+        change(source, folder)
     if words is None:
+        is_kept = (folder / "manifest.json").stat().st_size > 2
         num_documents = len(source.read_text().splitlines())
-        assert int(result.stdout) == num_documents - stored * is_kept
-        assert _files(tmp_path / "records") == _prepare(source, tmp_path / "undisturbed")
+        assert int(call().stdout) == num_documents - stored * is_kept
+        assert corpora.files(tmp_path / "records") == _prepare(source, tmp_path / "undisturbed")
     else:
-        words = ("cannot be continued, ", *words.split("|"), "): restore it, or")
-        assert all(word in result.stderr for word in words), result.stderr
+        words = f"cannot be continued, |{words}|): restore it, or"
+        refused(words, _prepare, source, folder, validation_percent=percent, error=DataError)
         assert _stored(tmp_path) == stored
-
-
-def test_other_arguments_are_refused(call, tmp_path):
-    call(60)
-    source, folder = tmp_path / "source.jsonl", tmp_path / ".records.unfinished"
-    before = _files(folder)
-    words = "corpus.validation_percent: 30 -> 20): restore it"
-    refused(words, _prepare, source, folder, validation_percent=20, error=DataError)
-    assert _files(folder) == before
 
 
 def test_a_full_disk_is_the_reason():

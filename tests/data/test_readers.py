@@ -1,8 +1,10 @@
-"""What every reader does, whatever is cut, changed, absent or in another encoding: it reads what
-was written, or refuses in one line that names the folder of the file."""
+"""Files of documents: what every reader does, whatever is cut, changed, absent or in another
+encoding (it reads what was written, or refuses in one line that names the folder of the file); how
+much of one is in memory; what is left out."""
 
 import bz2
 import contextlib
+import functools
 import gzip
 import json
 import lzma
@@ -10,23 +12,25 @@ import random
 import resource
 import shutil
 import struct
+import sys
+import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 import corpora
 import numpy as np
 import pyarrow
 import pytest
-import tokenizers
 import zstandard
 from checks import refused
 from damage import damaged, fuzz_file
 
 from ttcd_jax.data.corpus import input_bytes, stream_documents
+from ttcd_jax.data.documents import LeftOut, glob_of, read_documents
 from ttcd_jax.data.records import MANIFEST, verify_records
 from ttcd_jax.data.sources import RecordsConfig
-from ttcd_jax.data.tokenizer import JsonTokenizer
+from ttcd_jax.data.tokenizer import JsonTokenizer, train_tokenizer
 from ttcd_jax.errors import DataError, UserError
 
 TEXTS = ["\ufeffa mark", "größe 日本 🧮", None, "a\r\nb\r\n", "", "x" * 70]
@@ -107,16 +111,12 @@ def _write_records(folder: Path) -> Path:
 
 
 def _write_tokenizer(folder: Path) -> Path:
-    tokenizer = tokenizers.ByteLevelBPETokenizer()
-    options = {"show_progress": False, "special_tokens": ["<s>", "</s>"]}
-    tokenizer.train_from_iterator(["some text of words"] * 3, 262, **options)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(train_tokenizer([b"some text of words"] * 3, 262))
     return folder / "tokenizer.json"
 
 
 _zst = zstandard.ZstdCompressor(write_checksum=True).compress
 TEXT = BYTES[0] + BYTES[1]
-SAVED = Path(__file__).with_name("datasets_folder") / "saved"
 MDS = Reader(lambda x: corpora.mds(x, COLUMNS), BYTES * 2, "lengths", refit=_resized)
 READERS = {
     "txt": _file("a.txt", TEXT, [TEXT]),
@@ -134,11 +134,6 @@ READERS = {
     "arrow of ids": _table("a.arrow", "ids"),
     "arrow file": _table("a.arrow", "text", "file"),
     "arrow file of ids": _table("a.arrow", "ids", "file"),
-    "saved": Reader(
-        lambda x: shutil.copytree(SAVED, x, dirs_exist_ok=True) / "state.json",
-        [b"one", "größe 日本".encode(), b"last"],
-        json=("state.json", 100),
-    ),
     "MDS": MDS._replace(json=("index.json", 500)),
     "MDS of ids": MDS._replace(contents=IDS_BYTES * 2, field="ids"),
     "packed MDS": Reader(lambda x: corpora.mds(x, COLUMNS, _zst), BYTES * 2, "all"),
@@ -266,7 +261,7 @@ def test_changed_values_of_json_are_refused_or_read(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("name", "numbers"),
-    [("jsonl", [0, 1, 3, 5, 6]), ("saved", [0, 1, 4]), ("MDS", [0, 1, 3, 5, 6, 7, 8, 10, 12, 13])],
+    [("jsonl", [0, 1, 3, 5, 6]), ("MDS", [0, 1, 3, 5, 6, 7, 8, 10, 12, 13])],
 )
 def test_documents_are_numbered_empty_ones_too(tmp_path, name, numbers):
     path = READERS[name].write(tmp_path)
@@ -326,10 +321,6 @@ def _megatron(**changes) -> Reader:
     return Reader(lambda x: corpora.megatron(x, **changes), None)
 
 
-def _state(**state) -> Reader:
-    return _file("state.json", json.dumps(state).encode())
-
-
 def _lines(line: bytes) -> Reader:
     return _file("a.jsonl", b'{"text": "good"}\n' + line + b"\n" + line)
 
@@ -342,21 +333,18 @@ OBJECTS = "write an object on each line (jq -c"
 @pytest.mark.parametrize(
     ("reader", "words"),
     [
-        (_mds("body"), "no column 'body', only ids, number, pair, raw, text"),
+        (_mds("body"), "no column 'body'; pass --field (there: ids, number, pair, raw, text)"),
         (_mds("number"), "column 'number' of | has encoding 'int'"),
         (_mds(version=1), "only MDS version 2"),
-        (_mds(format="json"), "only MDS version 2"),
         (_mds(column_sizes=[None]), "columns without a name, an encoding or a size"),
         (_mds(column_encodings=["pkl", "int", "int", "bytes", "str"]), "pickled columns"),
         (_mds(samples=6), "does not hold the 6 samples"),
-        (_mds(samples=-1), "does not hold the -1 samples"),
         (_mds(raw_data={"basename": "../x.mds", "bytes": 1}), "lists '../x.mds'"),
         (_mds(zip_data={"basename": "/etc/x"}), "lists '/etc/x', outside its folder"),
         (_mds(raw_data={"basename": "gone.mds", "bytes": 1}), "no shard at |gone.mds"),
         (_mds(raw_data={"basename": SHARD, "bytes": 1}), "its index says 1"),
         (_mds(raw_data={"basename": SHARD, "bytes": 2**40}), "a shard may have"),
         (_mds(raw_data=None), "no index of MDS shards"),
-        (_mds(samples="x"), "no index of MDS shards"),
         (_mds(pack=bytes, compression="br"), "has compression 'br'; only zstd is read"),
         (_mds(pack=lambda x: zstandard.compress(b"xyz")), "holds 3 bytes, its index says"),
         (_mds("ids", columns=BAD_COLUMNS), "sample 0 holds no one-dimensional array of uint32"),
@@ -368,17 +356,11 @@ OBJECTS = "write an object on each line (jq -c"
         (_megatron(starts=[0, 2, 2, 3]), "a.bin has 6 ids in 4 sequences, its documents 4 in 3"),
         (_megatron(starts=[1, 2, 2, 4]), "does not fit |a.bin at document 0"),
         (_megatron(starts=[0, 3, 2, 4]), "does not fit | at document 1"),
-        (_megatron(starts=[-4, 2, 2, 4]), "does not fit | at document 0"),
         (_megatron(sizes=[3, -1, 2, 2]), "does not fit | at document 0"),
         (_megatron(sizes=[3, 0, 1, 3]), "does not fit | at document 2"),
         (_megatron(sizes=[3, 0, 1, 1]), "a.bin has 6 ids in 4 sequences, its documents 5 in 4"),
         (_megatron(offsets=[0, 6, 8, 10]), "does not fit | at document 2"),
         (_megatron(code=4), "does not fit | at document 2"),
-        (_state(), "state.json lists no files (KeyError"),
-        (_state(_data_files=3), "state.json lists no files (TypeError"),
-        (_state(_data_files=[{"filename": "../x.arrow"}]), "lists files elsewhere"),
-        (_state(_data_files=[{"filename": "gone.arrow"}]), "gone.arrow"),
-        (_state(_data_files=[], _indices_data_files=[1]), "or chosen rows of them"),
         (_lines(b'{"text": "cut'), "line 2 is not JSON"),
         (_lines(b'["text"]'), f"line 2 is no object but list; {OBJECTS}"),
         (_lines(b"["), f"line 2 is not JSON (Exp|; {OBJECTS}"),
@@ -397,8 +379,93 @@ OBJECTS = "write an object on each line (jq -c"
             _file("a.jsonl.bz2", b""),
             "is of an unknown kind (known: *.txt, |name plain text a.jsonl.bz2.txt",
         ),
-        (_file("a", b""), "a is of an unknown kind (known: *.txt, |name plain text a.txt"),
     ],
 )
 def test_what_a_file_may_not_say(reader, tmp_path, words):
     refused(words, _documents, reader.write(tmp_path), reader.field, error=DataError)
+
+
+def test_a_few_lines_that_hold_no_text_are_counted_and_left_out(tmp_path, caplog):
+    path = tmp_path / "a.jsonl"
+    corpus, lines = corpora.text_file(path), [f'{{"text": "{i}"}}\n' for i in range(2000)]
+    lines[7], lines[9] = "{\n", "\n"
+    path.write_text("".join(lines))
+    names = [document.name for _, document in stream_documents(corpus)]
+    # The number of a document does not change when a line before it is repaired.
+    assert names == [f"a.jsonl:{i}" for i in range(1999) if i != 7]
+    assert f"1 of 1,999 lines hold no document: {path}, line 8 is not JSON" in caplog.text
+    assert corpora.records(corpus, tmp_path / "records")["lines_left_out"] == 1
+    (reason,) = json.loads((tmp_path / "records" / "left_out.json").read_text())
+    assert reason.startswith(f"{path}, line 8 is not JSON")
+    lines[8] = "{\n"
+    path.write_text("".join(lines[:500]))
+    words = "2 of 499 lines hold no document: |, line 8 | 0.1%"
+    refused(words, list, stream_documents(corpus), error=DataError)
+    path.write_text('{"body": "x"}\n' * 20)  # a wrong field: the rest is not read
+    words = "11 of 11 lines hold no document: |line 1 has no field"
+    refused(words, list, stream_documents(corpus), error=DataError)
+
+
+def test_a_reader_that_yields_no_bytes_is_refused(tmp_path, monkeypatch):
+    readers = {"*.xml": lambda path, field: iter(["a text"])}
+    monkeypatch.setattr("ttcd_jax.data.documents._READERS", readers)
+    (tmp_path / "a.xml").write_text("a text")
+    words = "the reader of *.xml yields str: yield text.encode"
+    refused(words, _documents, tmp_path / "a.xml")
+
+
+@pytest.mark.parametrize(("kind", "compress"), [("zst", zstandard.compress), ("gz", gzip.compress)])
+def test_compressed_json_lines_in_several_parts(tmp_path, kind, compress):
+    path, data = tmp_path / f"a.jsonl.{kind}", LINES * 5000
+    path.write_bytes(b"".join(map(compress, (data[:1000], b"", data[1000:]))))
+    assert _documents(path) == BYTES * 5000
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.txt.zst", "a.jsonl", "a.txt"])
+def test_a_document_beyond_the_limit_is_refused_before_it_is_unpacked(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("ttcd_jax.data.documents.MAX_BYTES", 2**20)
+    with (tmp_path / name).open("wb") as file:
+        if name.endswith("zst"):
+            with zstandard.ZstdCompressor().stream_writer(file, closefd=False) as packed:
+                for _ in range(2**10):
+                    packed.write(bytes(2**20))
+        else:
+            file.truncate(2**30)
+    words = "has more than 1048576 bytes, the largest document"
+    refused(words, _documents, tmp_path / name, error=DataError)
+
+
+def test_rows_are_in_memory_one_by_one(tmp_path):
+    ids = np.zeros(2**20, np.int32)
+    path = corpora.table(tmp_path / "a.arrow", {"ids": pyarrow.array([ids] * 8)}, 4)
+    before = pyarrow.total_allocated_bytes()
+    tracemalloc.start()
+    for document in read_documents(path, "a", "ids", LeftOut()):
+        assert document.tokens.size == 2**20
+        assert pyarrow.total_allocated_bytes() - before < 2**21
+    assert tracemalloc.get_traced_memory()[1] < 2**21
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("kind", "library"), [("jsonl.zst", "zstandard"), ("parquet", "pyarrow")])
+def test_a_missing_library_is_named(tmp_path, monkeypatch, kind, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    (tmp_path / f"a.{kind}").write_bytes(b"")
+    words = f"a.{kind} cannot be read without {library}: pip install"
+    refused(words, _documents, tmp_path / f"a.{kind}")
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ([], "no file below | matches *.txt, *.txt.gz"),
+        (["deep/index.json", "x.md"], "**/index.json"),
+        (["deep/b.jsonl.gz"], "**/*.jsonl.gz"),
+        (["notes.txt", "deep/a.parquet"], "choose one by --glob (**/*.txt, **/*.parquet)"),
+        (["deep/a.arrow"], "**/*.arrow"),
+        (["dataset_info.json", "a.arrow"], "written by `datasets`: choose tables by --glob (**/*"),
+    ],
+)
+def test_the_kind_of_a_folder(names, found):
+    find = functools.partial(glob_of, "folder", list(map(PurePath, names)))
+    assert find() == found if found.startswith("**") else refused(found, find)

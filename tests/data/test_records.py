@@ -97,14 +97,6 @@ def test_documents_lie_whole_in_shards(folder):
         assert entry == {"num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-@pytest.mark.parametrize("num_bytes", [1, 500])
-def test_a_batch_of_documents_ends_no_shard(corpus, folder, tmp_path, monkeypatch, num_bytes):
-    """The files do not depend on the batches in which documents reach the tokenizer."""
-    monkeypatch.setattr("ttcd_jax.data.preparation._BATCH_BYTES", num_bytes)
-    manifest = corpora.records(corpus, tmp_path / "records", shard_tokens=SHARD_TOKENS)
-    assert manifest == read_manifest(folder)
-
-
 def test_large_vocabularies_take_four_bytes(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "vocab_size", 2**16 + 1)
     monkeypatch.setattr(ByteTokenizer, "eos_id", 2**16)
@@ -162,36 +154,6 @@ def test_a_folder_of_records_is_read_alone(two_folders):
     refused("both/c holds no token records", absent.manifests, error=DataError)
 
 
-def test_the_data_of_a_run_are_pinned_by_the_digest(copy, corpus):
-    config = _config(copy)
-    before = config.rows(0)[1]
-    shutil.rmtree(copy)
-    corpora.records(corpus, copy, shard_tokens=SHARD_TOKENS)
-    assert config.rows(0)[1] == before
-    shutil.rmtree(copy)
-    _prepared(["something else " * 9], copy)
-    assert config.rows(0)[1] != before
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "words"),
-    [
-        (TOKENS, lambda path: os.truncate(path, path.stat().st_size - 8), "bytes instead of "),
-        (STARTS, lambda path: path.unlink(), "missing"),
-        (STARTS, lambda path: flip_bit(path, 16), "its content changed"),
-        ("train.00003.tokens.bin", lambda path: flip_bit(path, 16), "its content changed"),
-    ],
-)
-def test_a_changed_file_is_named_before_training(copy, name, change, words):
-    before = (copy / name).stat().st_mtime_ns
-    change(copy / name)
-    if (copy / name).exists():
-        os.utime(copy / name, ns=(before, before))
-    for read in (lambda: _config(copy).rows(0), lambda: verify_records(copy)):
-        refused(f"copy/{name}: |{words}|; copy it again", read, error=DataError)
-    open_records(copy, "validation").read(0, 0, 1)
-
-
 def test_a_shard_that_is_cut_under_a_reader_is_an_error(copy):
     records = open_records(copy, "train")
     last = len(records) - 1
@@ -206,31 +168,15 @@ def test_a_shard_that_is_cut_under_a_reader_is_an_error(copy):
     assert records.read(0, 0, 1) == ids[:1]
 
 
-def test_a_token_outside_the_vocabulary_is_an_error_where_it_is_read(copy):
-    ids = np.fromfile(copy / TOKENS, "<u2")
-    ids[open_records(copy, "train").starts[1] + 1] = 258
-    ids.tofile(copy / TOKENS)
-    corpora.reseal(copy)
-    records = open_records(copy, "train")
-    assert records.read(1, 0, 1) == ByteTokenizer.bos_id
-    words = "copy (train), document 1: token 258 is outside the vocabulary of 258"
-    refused(words, records.read, 1, 1, 2, error=DataError)
+def _manifest(change):
+    """A change of the manifest, whose digest fits."""
 
+    def apply(folder):
+        manifest = read_manifest(folder)
+        change(manifest)
+        corpora.reseal(folder, **manifest)
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda starts: starts[::-1],
-        lambda starts: starts + np.uint64(1),
-        lambda starts: starts[[0, 2, 1, *range(3, starts.size)]],
-        lambda starts: np.concatenate([starts[:3], starts[3:-1] - np.uint64(1), starts[-1:]]),
-    ],
-)
-def test_starts_that_do_not_fit_are_refused(copy, change):
-    change(np.fromfile(copy / STARTS, "<u8")).tofile(copy / STARTS)
-    corpora.reseal(copy)
-    words = f"{STARTS} does not fit its shards"
-    refused(words, open_records, copy, "train", error=DataError)
+    return apply
 
 
 def _named(name):
@@ -239,42 +185,70 @@ def _named(name):
         if name != "absent":
             manifest["files"][name] = manifest["files"][TOKENS]
 
-    return change
+    return _manifest(change)
+
+
+def _array(name, dtype, change):
+    """A change of the values in a file, whose digest fits."""
+
+    def apply(folder):
+        change(np.fromfile(folder / name, dtype)).tofile(folder / name)
+        corpora.reseal(folder)
+
+    return apply
+
+
+def _text(old, new):
+    def apply(folder):
+        path = folder / "manifest.json"
+        path.write_text(path.read_text().replace(old, new))
+
+    return apply
+
+
+NO_FILES, NO_FIT = "manifest.json describes no files of its folder", f"{STARTS} does not fit its"
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "words"),
     [
-        *(lambda x, dtype=dtype: x.update(dtype=dtype) for dtype in ("uint32", "u4", 3)),
-        *(lambda x, ids=ids: x.update(stop_ids=ids) for ids in ([-1], ["x"])),
-        lambda manifest: manifest.update(bos_id=10**9),
-        lambda manifest: manifest["splits"]["train"].update(num_tokens=10**18),
-        lambda manifest: manifest["splits"]["train"].update(num_documents=10**18),
-        *map(_named, ("../x.bin", "/etc/passwd", "", "..", "sub/x.bin", "a\x1b.bin", "absent")),
+        (lambda folder: flip_bit(folder / TOKENS, 16), f"{TOKENS}: its content changed; copy it"),
+        (lambda folder: (folder / STARTS).unlink(), f"{STARTS}: missing; copy it again"),
+        (lambda folder: (folder / "manifest.json").unlink(), "holds no token records"),
+        (_text('"vocab_size": 258', '"vocab_size": 999'), "manifest.json was changed"),
+        (_text("}\n", ""), "manifest.json is not JSON"),
+        (_manifest(lambda x: x.update(format="x")), "describes no 'ttcd_jax token records 1'"),
+        *((_manifest(lambda x, y=y: x.update(dtype=y)), NO_FILES) for y in ("uint32", "u4", 3)),
+        *((_manifest(lambda x, y=y: x.update(stop_ids=y)), NO_FILES) for y in ([-1], ["x"])),
+        (_manifest(lambda x: x.update(bos_id=10**9)), NO_FILES),
+        (_manifest(lambda x: x["splits"]["train"].update(num_tokens=10**18)), NO_FILES),
+        (_manifest(lambda x: x["splits"]["train"].update(num_documents=10**18)), NO_FILES),
+        *(
+            (_named(x), NO_FILES)
+            for x in ("../x.bin", "/etc/passwd", "", "..", "a\x1b.bin", "absent")
+        ),
+        (_array(STARTS, "<u8", lambda x: x[::-1]), NO_FIT),
+        (_array(STARTS, "<u8", lambda x: x + np.uint64(1)), NO_FIT),
+        (_array(STARTS, "<u8", lambda x: x[[0, 2, 1, *range(3, x.size)]]), NO_FIT),
+        (_array(STARTS, "<u8", lambda x: np.r_[x[:3], x[3:-1] - np.uint64(1), x[-1:]]), NO_FIT),
     ],
 )
-def test_a_hostile_manifest_whose_digest_fits_is_refused(copy, change):
+def test_what_a_folder_may_not_say(copy, change, words):
     (copy.parent / "x.bin").write_bytes((copy / TOKENS).read_bytes())
-    manifest = read_manifest(copy)
-    change(manifest)
-    corpora.reseal(copy, **manifest)
-    for read in (read_manifest, verify_records):
-        refused("manifest.json describes no files of its folder", read, copy, error=DataError)
+    change(copy)
+    for read in (lambda: _config(copy).rows(0), lambda: verify_records(copy)):
+        refused(words, read, error=DataError)
 
 
-def test_a_damaged_or_absent_manifest_is_refused(copy):
-    path = copy / "manifest.json"
-    text = path.read_text()
-    path.write_text(text.replace('"vocab_size": 258', '"vocab_size": 999'))
-    refused("manifest.json was changed", read_manifest, copy, error=DataError)
-    path.write_text(text[:-2])
-    refused("manifest.json is not JSON", read_manifest, copy, error=DataError)
-    path.write_text(text)
-    corpora.reseal(copy, format="of tomorrow")
-    words = "manifest.json describes no 'ttcd_jax token records 1'"
-    refused(words, read_manifest, copy, error=DataError)
-    path.unlink()
-    refused("holds no token records", read_manifest, copy, error=DataError)
+def test_a_token_outside_the_vocabulary_is_an_error_where_it_is_read(copy):
+    position = open_records(copy, "train").starts[1] + 1
+    _array(TOKENS, "<u2", lambda x: np.where(np.arange(x.size) == position, 258, x).astype("<u2"))(
+        copy
+    )
+    records = open_records(copy, "train")
+    assert records.read(1, 0, 1) == ByteTokenizer.bos_id
+    words = "copy (train), document 1: token 258 is outside the vocabulary of 258"
+    refused(words, records.read, 1, 1, 2, error=DataError)
 
 
 def test_folders_of_two_tokenizers_do_not_mix(copy, folder):

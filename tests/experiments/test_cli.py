@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import commands
 import jax
@@ -29,6 +30,31 @@ PROGRAM = """
         cli.run(main)
 """
 JAX = "import jax.numpy as jnp; jnp.zeros(1)"
+# What a command does, its argument, status and line.
+MISTAKES = [
+    ("raise UserError('steps 3\\n\\x1b[31mred')", "", 2, "error: steps 3\\n\\x1b[31mred\n"),
+    ("raise DataError('no text')", "", 3, "error: no text\n"),
+    ("raise CheckpointError('damaged')", "", 4, "error: damaged\n"),
+    ("from ttcd_kernels import dispatch as d; raise d.Unsupported('GPU')", "", 2, "error: GPU"),
+    ("open('/no/such')", "", 2, "error: /no/such: No such file or directory\n"),
+    ("raise KeyboardInterrupt", "", 130, "interrupted\n"),
+    ("sys.path.insert(0, '/x'); import absent.part", "", 2, "error: this needs absent, which "),
+    ("raise RuntimeError('RESOURCE_EXHAUSTED: 9\\nmore')", "", 6, "error: out of memory (RES"),
+    ("bytearray(2**62)", "", 6, "error: out of memory (): take a smaller batch, "),
+    ("pass", "--name=", 2, "error: --name is empty, as after a shell variable that is not set"),
+    ("pass", "--name=gs://bucket/x", 2, "error: --name 'gs://bucket/x' is in a bucket"),
+    ("pass", "--names=a,s3://b/x", 2, "error: --names 's3://b/x' is in a bucket"),
+    ("pass", "--names=", 2, "error: --names is empty"),
+    ("pass", "", 2, "error: an argument is empty"),
+    ("pass", "--widht=3", 2, "error: Unknown command line flag 'widht'. Did you mean: width"),
+    ("pass", "--width=three", 2, "error: flag --width=three: invalid literal"),
+    ("pass", "leftover", 2, "error: unexpected argument 'leftover'; options are written --na"),
+]
+
+
+def _script(path: Path, body: str) -> Path:
+    path.write_text(textwrap.dedent(PROGRAM).format(body=body))
+    return path
 
 
 @pytest.fixture
@@ -36,9 +62,7 @@ def command(tmp_path: Path):
     """Runs a command whose main has the given body."""
 
     def run(body: str, *arguments: str, shell: str = "") -> subprocess.CompletedProcess:
-        script = tmp_path / "command.py"
-        script.write_text(textwrap.dedent(PROGRAM).format(body=body))
-        line = [sys.executable, str(script), *arguments]
+        line = [sys.executable, str(_script(tmp_path / "command.py", body)), *arguments]
         if shell:
             line = ["bash", "-c", f'set -o pipefail; "$0" "$@" {shell}', *line]
         return subprocess.run(line, capture_output=True, text=True, timeout=30)
@@ -46,58 +70,39 @@ def command(tmp_path: Path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("body", "arguments", "status", "line"),
-    [
-        ("raise UserError('steps 3\\n\\x1b[31mred')", "", 2, "error: steps 3\\n\\x1b[31mred\n"),
-        ("raise DataError('no text')", "", 3, "error: no text\n"),
-        ("raise CheckpointError('damaged')", "", 4, "error: damaged\n"),
-        ("from ttcd_kernels import dispatch as d; raise d.Unsupported('GPU')", "", 2, "error: GPU"),
-        ("open('/no/such')", "", 2, "error: /no/such: No such file or directory\n"),
-        ("raise KeyboardInterrupt", "", 130, "interrupted\n"),
-        ("sys.path.insert(0, '/x'); import absent.part", "", 2, "error: this needs absent, which "),
-        ("raise RuntimeError('RESOURCE_EXHAUSTED: 9\\nmore')", "", 6, "error: out of memory (RES"),
-        ("bytearray(2**62)", "", 6, "error: out of memory (): take a smaller batch, "),
-        ("pass", "--name=", 2, "error: --name is empty, as after a shell variable that is not set"),
-        ("pass", "--name=gs://bucket/x", 2, "error: --name 'gs://bucket/x' is in a bucket"),
-        ("pass", "--names=a,s3://b/x", 2, "error: --names 's3://b/x' is in a bucket"),
-        ("pass", "--names=", 2, "error: --names is empty"),
-        ("pass", "''", 2, "error: an argument is empty"),
-        ("pass", "--widht=3", 2, "error: Unknown command line flag 'widht'. Did you mean: width"),
-        ("pass", "--width=three", 2, "error: flag --width=three: invalid literal"),
-        ("pass", "leftover", 2, "error: unexpected argument 'leftover'; options are written --na"),
-        (JAX, "JAX_PLATFORMS=foo", 2, "error: Unable to initialize backend 'foo': "),
-        (JAX, "JAX_PLATFORMS=cuda", 2, "error: JAX_PLATFORMS=cuda has no device here: unset it"),
-        (JAX, "JAX_DISABLE_JIT=1", 2, "error: JAX_DISABLE_JIT is set, and programs here are "),
-        (JAX, "JAX_ENABLE_X64=maybe", 2, "error: invalid truth value 'maybe' for environment 'J"),
-    ],
-)
-def test_an_end_that_is_no_defect_of_ours_is_one_line_and_a_status(
-    command, monkeypatch, body, arguments, status, line
-):
-    if arguments.startswith("JAX"):
-        monkeypatch.setenv(*arguments.split("="))
-        arguments = ""
-    result = command(body, *(x.strip("'") for x in arguments.split()))
-    assert (result.returncode, result.stderr.count("\n")) == (status, 1)
-    assert result.stderr.startswith(line)
-    assert status != 6 or "launch --dry_run " in result.stderr
+def test_an_end_that_is_no_defect_of_ours_is_one_line_and_a_status(tmp_path):
+    lines = [
+        (_script(tmp_path / f"{number}.py", body), *([argument] if body == "pass" else []))
+        for number, (body, argument, *_) in enumerate(MISTAKES)
+    ]
+    for (status, _, text), (*call, expected, line) in zip(
+        commands.ends(lines), MISTAKES, strict=True
+    ):
+        assert (status, text.count("\n"), text.startswith(line)) == (expected, 1, True), call
+        assert status != 6 or "launch --dry_run " in text
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("variable", "line"),
     [
-        ("raise ValueError('shape')", "ValueError: shape"),
-        ("raise BrokenPipeError('worker')", "BrokenPipeError: worker"),  # not our output
-        ("raise ImportError('name')", "ImportError: name"),
-        ("import jax; assert not argv", "AssertionError"),
+        ("JAX_PLATFORMS=foo", "Unable to initialize backend 'foo': "),
+        ("JAX_PLATFORMS=cuda", "JAX_PLATFORMS=cuda has no device here: unset it"),
+        ("JAX_DISABLE_JIT=1", "JAX_DISABLE_JIT is set, and programs here are "),
+        ("JAX_ENABLE_X64=maybe", "invalid truth value 'maybe' for environment 'J"),
     ],
 )
-def test_our_own_defect_keeps_its_traceback(command, body, words):
-    result = command(body)
-    assert result.returncode == 1
-    assert "Traceback" in result.stderr
-    assert words in result.stderr
+def test_a_variable_with_which_jax_does_not_start_is_one_line(command, monkeypatch, variable, line):
+    monkeypatch.setenv(*variable.split("="))
+    assert commands.mistake(command(JAX)).startswith(f"error: {line}")
+
+
+def test_our_own_defect_keeps_its_traceback(command):
+    for body in ("raise BrokenPipeError('worker')", "raise ImportError('name')"):
+        result = command(body)
+        assert result.returncode == 1
+        assert "Traceback" in result.stderr
+    result = command("import jax; assert not argv")
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (1, "AssertionError")
 
 
 def test_success_and_help_leave_with_zero_without_loading_jax(command):
@@ -110,22 +115,19 @@ def test_success_and_help_leave_with_zero_without_loading_jax(command):
     assert subprocess.check_output([sys.executable, "-c", loaded], text=True) == "False\n"
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("evaluate --task=ruler --help", "--lengths=4096"),
-        ("evaluate --help --task=final_block", "documents have `min_doc_tokens`"),
-        ("bench step --help", "--rounds=5"),
-        ("evaluate --help", ""),
-        ("launch --help", ""),
-        ("evaluate --task=absent --help", ""),
-    ],
-)
-def test_help_has_the_options_of_what_is_chosen(line, expected):
-    shown = commands.output(*line.split())
-    assert ("options and their defaults:" in shown) == bool(expected)
-    assert expected.lower() in shown.lower()
-    assert ("--distributed" in shown) == line.startswith(("evaluate", "launch"))
+def test_help_has_the_options_of_what_is_chosen():
+    expected = {
+        "evaluate --task=ruler --help": "--lengths=4096",
+        "evaluate --help --task=final_block": "Documents have `min_doc_tokens`",
+        "bench step --help": "--rounds=5",
+        **dict.fromkeys(("evaluate --help", "launch --help", "evaluate --task=absent --help"), ""),
+    }
+    ends = commands.ends([line.split() for line in expected])
+    for (line, words), (status, shown, _) in zip(expected.items(), ends, strict=True):
+        assert status == 0
+        assert ("options and their defaults:" in shown) == bool(words)
+        assert words in shown
+        assert ("--distributed" in shown) == line.startswith(("evaluate", "launch"))
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -163,26 +165,24 @@ def test_control_characters_are_escaped_where_text_leaves():
     assert b"c\\x1b[2J\n" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("directory", "variables", "chosen"),
+    [
+        (None, {"XDG_CACHE_HOME": "a"}, "a/ttcd_jax"),
+        (None, {"HOME": "/home/b"}, "/home/b/.cache/ttcd_jax"),
+        (None, {"JAX_COMPILATION_CACHE_DIR": "named"}, "that of jax"),
+        ("folder", {"JAX_COMPILATION_CACHE_DIR": "named"}, "folder"),
+        ("", {"JAX_COMPILATION_CACHE_DIR": "named"}, None),
+    ],
+)
 def test_a_named_folder_goes_before_the_environment_and_that_before_the_users_cache(
-    monkeypatch, tmp_path
+    monkeypatch, directory, variables, chosen
 ):
-    before = jax.config.jax_compilation_cache_dir
-
-    def chosen(directory, **variables):
-        for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
+    for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    updates = {"jax_compilation_cache_dir": "that of jax"}
+    with mock.patch.object(jax.config, "update", updates.__setitem__):
         keep_programs(directory)
-        return jax.config.jax_compilation_cache_dir
-
-    try:
-        assert chosen(None, XDG_CACHE_HOME="a") == "a/ttcd_jax"
-        assert chosen(None, HOME="/home/b") == "/home/b/.cache/ttcd_jax"
-        jax.config.update("jax_compilation_cache_dir", "named")  # as jax does when it starts
-        named = {"JAX_COMPILATION_CACHE_DIR": "named"}
-        assert chosen(None, **named) == "named"
-        assert chosen(str(tmp_path), **named) == str(tmp_path)
-        assert chosen("", **named) is None
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+    assert updates["jax_compilation_cache_dir"] == chosen

@@ -4,10 +4,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
+from commands import ROOT
 from jax.sharding import AbstractMesh
 
 from experiments.cli import CONFIG_DIR
@@ -17,12 +17,8 @@ from ttcd_jax.run.config import RunConfig
 from ttcd_jax.sharding.distributed import detect
 from ttcd_jax.train.watchdog import PEER_LOST
 
-ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "experiments/cluster/slurm.sbatch"
-SBATCH_OPTIONS = {
-    *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem", "time"),
-    *("signal", "requeue", "open-mode", "output"),
-}
+OPTIONS = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", SBATCH.read_text(), re.MULTILINE))
 RESUME_ME, KILLED = 75, 137
 JOBSET = yaml.safe_load((ROOT / "experiments/cluster/jobset.yaml").read_text())
 (REPLICATED,) = JOBSET["spec"]["replicatedJobs"]
@@ -63,22 +59,14 @@ def _launch_flags(command):
     return tuple(subprocess.check_output(line, cwd=ROOT, text=True).split())
 
 
-def test_slurm_starts_the_launch_on_every_node(sbatch):
+def test_slurm_starts_the_launch_on_every_node_and_sends_its_processes_the_signal(sbatch):
     status, (call,) = sbatch("--gin=ipttcd_760m.gin", "--run_dir=runs/a")
-    assert status == 0
-    *line, python, dash, module = call.split()[:5]
-    assert (line, python) == (["srun", "--cpus-per-task=64"], ".venv/bin/python")
-    flags = _launch_flags(["python", dash, module, *call.split()[5:]])
-    assert flags == ("ipttcd_760m.gin", "runs/a", "slurm")
-
-
-def test_slurm_options_exist_and_send_the_signal_to_the_processes():
-    options = re.findall(r"^#SBATCH (.*)$", SBATCH.read_text(), re.MULTILINE)
-    values = dict(re.fullmatch(r"--([a-z-]+)(?:=(\S+))?", option).groups() for option in options)
-    assert values.keys() <= SBATCH_OPTIONS
-    assert values["ntasks-per-node"] == "1"
-    assert re.fullmatch(r"TERM@\d+", values["signal"])  # with B: the shell alone would get it
-    assert "requeue" in values
+    srun, cpus, python, *rest = call.split()
+    assert (status, srun, cpus, python) == (0, "srun", "--cpus-per-task=64", ".venv/bin/python")
+    assert _launch_flags(["python", *rest]) == ("ipttcd_760m.gin", "runs/a", "slurm")
+    assert OPTIONS["ntasks-per-node"] == "1"
+    assert re.fullmatch(r"TERM@\d+", OPTIONS["signal"])  # with B: the shell alone would get it
+    assert "requeue" in OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -95,32 +83,13 @@ def test_slurm_requeues_what_goes_on_from_its_checkpoint(sbatch, status, restart
     assert calls[1:] == (["scontrol requeue 5"] if is_requeued else [])
 
 
-def test_a_jobset_is_one_indexed_job_with_a_pod_per_process():
-    assert (JOBSET["apiVersion"], JOBSET["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+def test_a_jobset_is_one_indexed_job_whose_pods_find_their_coordinator():
     assert (REPLICATED["replicas"], JOB["completionMode"]) == (1, "Indexed")
     assert JOB["parallelism"] == JOB["completions"]
-    assert str(JOB["completions"]) in [entry.get("value") for entry in CONTAINER["env"]]
     mounts = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
     assert mounts.keys() == {volume["name"] for volume in POD["volumes"]}
     _, run_dir, distributed = _launch_flags(CONTAINER["command"] + CONTAINER["args"])
     assert run_dir.startswith(tuple(mounts.values()))
-    assert distributed == "jobset"
-
-
-def test_the_jobset_and_the_slurm_job_have_64_devices_over_which_the_recipe_is_sharded():
-    assert JOB["completions"] * CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == 64
-    options = dict(re.findall(r"^#SBATCH --(\S+)=(\S+)$", SBATCH.read_text(), re.MULTILINE))
-    assert int(options["nodes"]) * int(options["gpus-per-node"]) == 64
-    flags = [flag.split("=", 1) for flag in CONTAINER["args"]]
-    (gin,), params = ([y for x, y in flags if x == name] for name in ("--gin", "--param"))
-    config = load_config(RunConfig, gin, params, config_dir=CONFIG_DIR)
-    sizes = layout.mesh_config(config, 64).sizes(64)
-    assert sizes == {"data": 1, "fsdp": 32, "seq": 2, "tensor": 1}
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    assert (layout.num_parts(config, mesh), config.model.remat) == (1, "block")
-
-
-def test_a_jobsets_pods_find_their_coordinator():
     name = JOBSET["metadata"]["name"]
     annotations = {"jobset-name": name, "replicatedjob-name": REPLICATED["name"]}
     environ = {"JOB_COMPLETION_INDEX": "3"}  # Kubernetes sets it in pods of an indexed Job
@@ -130,16 +99,27 @@ def test_a_jobsets_pods_find_their_coordinator():
         environ[entry["name"]] = annotations[found[1]] if found else entry["value"]
     (port,) = [entry["containerPort"] for entry in CONTAINER["ports"]]
     host = f"{name}-{REPLICATED['name']}-0-0.{name}"
-    assert detect("jobset", environ)[1:] == (host, port, JOB["completions"], 3)
+    assert detect(distributed, environ)[1:] == (host, port, JOB["completions"], 3)
+
+
+def test_the_jobset_and_the_slurm_job_have_64_devices_over_which_the_recipe_is_sharded():
+    assert JOB["completions"] * CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == 64
+    assert int(OPTIONS["nodes"]) * int(OPTIONS["gpus-per-node"]) == 64
+    flags = [flag.split("=", 1) for flag in CONTAINER["args"]]
+    (gin,), params = ([y for x, y in flags if x == name] for name in ("--gin", "--param"))
+    config = load_config(RunConfig, gin, params, config_dir=CONFIG_DIR)
+    sizes = layout.mesh_config(config, 64).sizes(64)
+    assert sizes == {"data": 1, "fsdp": 32, "seq": 2, "tensor": 1}
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    assert (layout.num_parts(config, mesh), config.model.remat) == (1, "block")
 
 
 def test_a_jobset_restarts_without_limit_after_a_signal_only():
     policy = JOBSET["spec"]["failurePolicy"]
-    assert policy["maxRestarts"] > 0
     (rule,) = policy["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
-    assert JOB["backoffLimit"] == 0
+    assert (policy["maxRestarts"] > 0, JOB["backoffLimit"]) == (True, 0)
     exit_rule, disruption = JOB["podFailurePolicy"]["rules"]
     assert exit_rule["action"] == disruption["action"] == "FailJob"
     codes = {"containerName": CONTAINER["name"], "operator": "In", "values": [RESUME_ME]}

@@ -2,12 +2,12 @@
 
 import math
 import re
-from pathlib import Path
 
 import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
+from experiments.cli import CONFIG_DIR
 from ttcd_jax.data.sources import RecordsConfig
 from ttcd_jax.run import build, start
 from ttcd_jax.run.bindings import load_config
@@ -16,7 +16,6 @@ from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.sharding.mesh import AXES
 from ttcd_jax.train.state import num_params
 
-CONFIG_DIR = Path(__file__).parents[2] / "experiments" / "configs"
 RUNS = sorted(
     str(path.relative_to(CONFIG_DIR))
     for path in CONFIG_DIR.rglob("*.gin")
@@ -32,23 +31,21 @@ def load(name, *params, **options):
     return load_config(RunConfig, name, params, config_dir=CONFIG_DIR, **options)
 
 
-# As published, or derived from what is: dim, heads, mlp_dim, rows of a batch, billions of tokens.
-PUBLISHED_SIZES = {"340m": (1024, 16, 2816, 16, 20), "760m": (1536, 24, 4096, 32, 40)}
-PUBLISHED_PARAMS = {
-    "swa_340m": 440_714_240,
-    "full_340m": 440_714_240,
-    "ipttt_340m": 444_929_024,
-    "ipttcd_340m": 445_025_280,
-    "deltanet_340m": 441_403_904,
-    "gated_deltanet_340m": 466_963_712,
-    "lact_340m": 450_747_872,
-    "swa_760m": 878_126_592,
-    "full_760m": 878_126_592,
-    "ipttt_760m": 887_594_496,
-    "ipttcd_760m": 887_733_760,
-    "deltanet_760m": 879_455_232,
-    "gated_deltanet_760m": 936_964_224,
-    "lact_760m": 897_895_392,
+METHODS = ("swa", "full", "ipttt", "ipttcd", "deltanet", "gated_deltanet", "lact")
+# As published, or derived from what is: dim, heads, mlp_dim, rows of a batch, billions of tokens;
+# parameters by method.
+PUBLISHED = {"340m": (1024, 16, 2816, 16, 20), "760m": (1536, 24, 4096, 32, 40)}
+COUNTS = {
+    "340m": (440714240, 440714240, 444929024, 445025280, 441403904, 466963712, 450747872),
+    "760m": (878126592, 878126592, 887594496, 887733760, 879455232, 936964224, 897895392),
+}
+# Of continued training: layers, key-value heads, theta.
+CONTINUED_SIZES = {
+    "smollm2_360m": (32, 5, 1e5),
+    "smollm2_1_7b": (24, 32, 1.3e5),
+    "qwen3_0_6b": (28, 8, 1e6),
+    "qwen3_1_7b": (28, 8, 1e6),
+    "llama31_8b": (32, 8, 5e5),
 }
 
 
@@ -75,8 +72,8 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
     assert f"--gin={name}" in header
     stated = re.search(r"parameters: ([\d.]+)([KMB])", header)
     assert stated, "the header states the number of parameters"
-    count = float(stated[1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[stated[2]]
-    assert abs(num_params(config.model) / count - 1) < 0.01
+    unit, digits = {"K": 1e3, "M": 1e6, "B": 1e9}[stated[2]], len(stated[1].partition(".")[2])
+    assert f"{num_params(config.model) / unit:.{digits}f}" == stated[1]
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *CONTINUED])
@@ -90,28 +87,31 @@ def test_every_recipe_divides_among_devices(name):
     assert stored < share * sum(math.prod(leaf.shape) for leaf in leaves) / 8
 
 
+def _budget(name, config):
+    """(row length, rows, billions of tokens), (optimizer, weight decay, clipped norm) and (peak,
+    warmup) of a recipe, whose header says the tokens."""
+    length, rows, optimizer = config.data.seq_len, config.batch_size, config.optimizer
+    billions = round(config.steps * rows * length / 1e9, 2)
+    words = f"tokens: {billions:.0f}B     batch: {rows * length:,} tokens"
+    assert words in (CONFIG_DIR / name).read_text()
+    updates = optimizer.kind, optimizer.weight_decay, optimizer.clip_norm
+    return (length, rows, billions), updates, (optimizer.schedule.peak, optimizer.schedule.warmup)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_the_published_size_and_budget(name):
-    config = load(name)
-    dim, num_heads, mlp_dim, rows, billions = PUBLISHED_SIZES["760m" if "760m" in name else "340m"]
-    model = config.model
-    assert (model.dim, model.num_heads, model.mlp_dim) == (dim, num_heads, mlp_dim)
+    config, size = load(name), "760m" if "760m" in name else "340m"
+    *sizes, rows, billions = PUBLISHED[size]
+    model, method = config.model, name.removesuffix(f"_{size}.gin")
+    assert method not in METHODS or num_params(model) == COUNTS[size][METHODS.index(method)]
+    assert [model.dim, model.num_heads, model.mlp_dim] == sizes
     assert (model.num_layers, model.vocab_size, model.has_tied_head) == (24, 129_280, True)
     assert model.rope.base == 1e6
-    count = num_params(config.model)
-    assert count == PUBLISHED_PARAMS.get(name.removesuffix(".gin"), count)
-    assert (config.data.seq_len, config.batch_size) == (32_768, rows)
-    tokens = config.steps * config.batch_size * config.data.seq_len
-    assert abs(tokens / (billions * 1e9) - 1) < 0.01
-    header = (CONFIG_DIR / name).read_text()
-    assert f"tokens: {billions}B     batch: {rows * 32_768:,} tokens" in header
-    optimizer = config.optimizer
-    assert (optimizer.kind, optimizer.weight_decay, optimizer.clip_norm) == ("muon", 0.1, 1.0)
-    assert (optimizer.schedule.peak, optimizer.schedule.warmup) == (3e-3, 500)
+    assert _budget(name, config) == ((32_768, rows, billions), ("muon", 0.1, 1.0), (3e-3, 500))
 
 
 def test_every_method_has_a_recipe_of_both_sizes_and_the_paper_its_ablations():
-    assert {f"{name}.gin" for name in PUBLISHED_PARAMS} <= set(RUNS)
+    assert {f"{method}_{size}.gin" for method in METHODS for size in PUBLISHED} <= set(RUNS)
     base = load("ipttcd_340m.gin")
     assert (base.model.window, base.model.student_window) == (2048, 1024)
     assert base.model.fast_layers == (0, 6, 12, 18)
@@ -128,22 +128,9 @@ def test_every_method_has_a_recipe_of_both_sizes_and_the_paper_its_ablations():
         "conv.gin": ((True, True, False), 4, 1024),
         "proj.gin": ((False, False, True), 4, 1024),
         "neither.gin": ((False, False, False), 4, 1024),
-        "1_layer.gin": (all_on, 1, 1024),
-        "2_layers.gin": (all_on, 2, 1024),
-        "8_layers.gin": (all_on, 8, 1024),
-        "chunk_512.gin": (all_on, 4, 512),
-        "chunk_2048.gin": (all_on, 4, 2048),
+        **{f"{n}_layer{'s' * (n > 1)}.gin": (all_on, n, 1024) for n in (1, 2, 8)},
+        **{f"chunk_{n}.gin": (all_on, 4, n) for n in (512, 2048)},
     }
-
-
-# Parameters of the base, with IP-TTT, with IP-TTCD; layers; key-value heads; theta.
-CONTINUED_SIZES = {
-    "smollm2_360m": ((361_821_120, 365_526_720, 365_613_760), 32, 5, 1e5),
-    "smollm2_1_7b": ((1_711_376_384, 1_728_194_560, 1_728_489_472), 24, 32, 1.3e5),
-    "qwen3_0_6b": ((596_049_920, 600_264_704, 600_371_200), 28, 8, 1e6),
-    "qwen3_1_7b": ((1_720_574_976, 1_737_393_152, 1_737_606_144), 28, 8, 1e6),
-    "llama31_8b": ((8_030_261_248, 8_097_452_032, 8_097_959_936), 32, 8, 5e5),
-}
 
 
 def test_continued_training_has_every_method_for_every_base():
@@ -155,26 +142,18 @@ def test_continued_training_has_every_method_for_every_base():
 @pytest.mark.parametrize("name", CONTINUED)
 def test_continued_training_has_the_published_sizes_and_budget(name):
     config, (method, _, base) = load(name), name[4:-4].partition("_")
-    counts, num_layers, kv_heads, theta = CONTINUED_SIZES[base]
-    model, is_8b = config.model, base == "llama31_8b"
-    assert num_params(model) == counts[{"ipttt": 1, "ipttcd": 2}.get(method, 0)]
-    assert (model.num_layers, model.kv_heads, model.rope.base) == (num_layers, kv_heads, theta)
+    model, schedule, is_8b = config.model, config.optimizer.schedule, base == "llama31_8b"
+    assert (model.num_layers, model.kv_heads, model.rope.base) == CONTINUED_SIZES[base]
     assert model.window == (8192 if method == "swa" else None)
     if model.fast_layers:
-        assert model.fast_layers == tuple(range(0, num_layers, num_layers // 4))
+        assert model.fast_layers == tuple(range(0, model.num_layers, model.num_layers // 4))
         assert (model.memory.chunk_size, model.memory.eta) == (2048, 0.3)
     if method == "ipttcd":
         assert (model.student_window, model.memory.normalizes_keys) == (2048, False)
-    assert (config.data.seq_len, config.batch_size) == (65_536, 32 if is_8b else 16)
-    tokens = config.steps * config.batch_size * config.data.seq_len
-    assert abs(tokens / 10e9 - 1) < 0.001
-    optimizer, schedule = config.optimizer, config.optimizer.schedule
-    assert (optimizer.kind, optimizer.weight_decay, optimizer.clip_norm) == ("adamw", 0.1, 1.0)
-    assert schedule.peak == (5e-6 if is_8b else 1e-5)
-    decay = (schedule.warmup, schedule.decay, schedule.decay_ratio, schedule.floor_ratio)
-    assert decay == (200, "cosine", None, 0.0 if is_8b else 0.1)
-    header = (CONFIG_DIR / name).read_text()
-    assert f"tokens: 10B     batch: {config.batch_size * 65_536:,} tokens" in header
+    tokens, rates = (65_536, 32 if is_8b else 16, 10.0), (5e-6 if is_8b else 1e-5, 200)
+    assert _budget(name, config) == (tokens, ("adamw", 0.1, 1.0), rates)
+    decay = (schedule.decay, schedule.decay_ratio, schedule.floor_ratio)
+    assert decay == ("cosine", None, 0.0 if is_8b else 0.1)
 
 
 def test_a_recipe_takes_token_records_mixed_8_to_2():

@@ -1,5 +1,6 @@
 """Commands end to end: a reference checkpoint is imported, evaluated, trained on and exported."""
 
+import contextlib
 import json
 import shutil
 import signal
@@ -10,7 +11,6 @@ import commands
 import numpy as np
 import pytest
 import tiny_run
-from checks import assert_same
 from flax import nnx
 from small_models import byte_model
 
@@ -20,7 +20,8 @@ from ttcd_jax.interop.reference_config import export_reference
 from ttcd_jax.interop.weight_files import SINGLE, open_weights, write_safetensors
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.run.directory import load_params, load_run
+from ttcd_jax.run.directory import RunDirectory, load_params, load_run
+from ttcd_jax.train.checkpoint import Checkpoints
 
 MEMORY = MemoryConfig(chunk_size=4, student_conv_init="normal")
 MODEL = byte_model(num_layers=2, fast_layers=(1,), memory=MEMORY)
@@ -73,15 +74,12 @@ def test_import_reports_and_fills_a_run_directory(imported, checkpoint):
     assert list(run_dir.parent.iterdir()) == [run_dir]
 
 
-def test_an_imported_run_is_evaluated(imported, text):
-    base = ("evaluate", f"--run_dir={imported[0]}", "--task=ppl")
-    output = commands.output(*base, f"--text={text}", "--seq_len=32")
+def test_an_imported_run_is_evaluated_and_exported_as_the_imported_files(
+    imported, checkpoint, text, tmp_path
+):
+    output = commands.output(*EVALUATE, f"--run_dir={imported[0]}", f"--text={text}")
     assert "(step 0, " in output
     assert "fast weights on" in output
-    assert "--text=PATH" in commands.refused(*base)
-
-
-def test_export_gives_the_imported_files_again(imported, checkpoint, tmp_path):
     folder = tmp_path / "out"
     commands.output(*EXPORT, imported[0], folder)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", SINGLE]
@@ -91,7 +89,6 @@ def test_export_gives_the_imported_files_again(imported, checkpoint, tmp_path):
         assert value.dtype == theirs[name].dtype
         assert value.tobytes() == theirs.pop(name).tobytes()
     assert not theirs
-    assert "not an empty folder" in commands.refused(*EXPORT, imported[0], folder)
 
 
 def test_training_continues_from_an_imported_run_and_is_exported(imported, text, tmp_path):
@@ -111,18 +108,13 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
     commands.output(*EXPORT, run_dir, tmp_path / "out", "--dtype=float16")
     head = open_weights(tmp_path / "out")["model.embeddings.weight"]
     np.testing.assert_array_equal(head, np.asarray(trained.params["embedding"], np.float16))
-    thin = tmp_path / "thin"
-    commands.output("convert", "export", "--format=run", run_dir, thin, "--step=2")
-    assert_same(load_params(thin), trained)
-    assert _bytes(thin / "checkpoints") < 0.5 * _bytes(run_dir / "checkpoints" / "2")
-    assert "(step 2, " in commands.output(*EVALUATE, f"--run_dir={thin}", f"--text={text}")
-    more = tiny_run.params(*SMALL, *bindings, "STEPS=4"), "--change=RunConfig.steps"
-    line = ("launch", "--gin=continue.gin", f"--run_dir={thin}", *more[0], more[1])
-    assert "start_from" in commands.refused(*line, status=4)
-
-
-def _bytes(folder):
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    alone = RunDirectory(run_dir).checkpoints
+    shutil.rmtree(alone)
+    with contextlib.closing(Checkpoints(alone, model=trained.config)) as checkpoints:
+        checkpoints.save(2, {"params": trained.params})
+    more = tiny_run.params(*SMALL, *bindings, "STEPS=4")
+    line = ("launch", "--gin=continue.gin", f"--run_dir={run_dir}", "--change=RunConfig.steps")
+    assert "start_from" in commands.refused(*line, *more, status=4)
 
 
 def test_a_tokenizer_is_copied_and_a_text_with_tokens_that_the_model_lacks_refused(
@@ -156,19 +148,19 @@ def test_what_is_refused_leaves_nothing(imported, checkpoint, text, tmp_path):
     write_safetensors(tmp_path / "infinite", tensors)
     out, run_dir = tmp_path / "out", imported[0]
     launch = ("launch", "--gin=text.gin", f"--run_dir={out}", f"--param=TEXT='{text}'")
-    copied = ("--format=run", run_dir, out)
-    for words, status, *line in (
+    rows = [
         (SINGLE, 3, *IMPORT, tmp_path / "short", out),
         ("error: tensor 'model.norm.weight' of", 3, *IMPORT, tmp_path / "infinite", out),
         ("not an empty folder", 2, *IMPORT, checkpoint, tmp_path / "full"),
+        ("not an empty folder", 2, *EXPORT, run_dir, tmp_path / "full"),
         ("--dtype is no option of import", 2, *IMPORT, checkpoint, out, "--dtype=float16"),
-        ("FROM is missing", 2, *IMPORT),
-        ("needs no import", 2, "convert", "import", *copied),
-        ("--dtype is no option of export", 2, "convert", "export", *copied, "--dtype=float16"),
         ("(258, 8) not (258, 128)", 4, *launch, f"--param=RunConfig.start_from='{run_dir}'"),
         ("config.json", 2, *launch, f"--param=RunConfig.start_from='{tmp_path}'"),
-    ):
-        assert words in commands.refused(*line, status=status)
+        ("--text=PATH", 2, "evaluate", f"--run_dir={run_dir}", "--task=ppl"),
+    ]
+    ends = commands.ends([line for _, _, *line in rows])
+    for (words, expected, *_), (status, _, error) in zip(rows, ends, strict=True):
+        assert (status, error.count("\n"), words in error) == (expected, 1, True), (words, error)
     assert not out.exists()
 
 

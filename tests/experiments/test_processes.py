@@ -81,15 +81,13 @@ def whole(start, texts, tmp_path_factory):
     return run_dir, [_end(process)[0] for process in job]
 
 
-def test_processes_train_what_one_trains(whole, start, texts, tmp_path):
-    run_dir, _ = whole
+def test_processes_train_what_one_trains_the_first_prints_and_all_write_one_checkpoint(
+    whole, start, texts, tmp_path
+):
+    run_dir, (first, second) = whole
     (alone,) = start("launch", [_flags(tmp_path, texts[0])], 4)
     _end(alone)
     np.testing.assert_allclose(tiny_run.losses(run_dir), tiny_run.losses(tmp_path), rtol=TOLERANCE)
-
-
-def test_the_first_process_prints_and_all_write_one_checkpoint(whole):
-    run_dir, (first, second) = whole
     assert "trained 16 steps" in first
     assert GLOO.sub("", second).split() == []
     steps = sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
@@ -117,29 +115,27 @@ def test_processes_start_from_another_run_as_one_does(whole, start, texts, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("differing", "line"),
+    ("command", "differing", "line"),
     [
-        ("--param=MemoryConfig.eta=0.9", "model.memory.eta: process 1 has 0.9, process 0 has "),
-        ("--run_dir={}/other", 'run_dir: process 1 has "{}/other", process 0 has "{}/run"; '),
-        ("--profile=3:5", 'profile: process 1 has "range(3, 5)", process 0 has "range(0, 0)"; '),
-        ("--param=TEXT='{}/other.txt'", "num_bytes: process 1 has 17095, process 0 has "),
+        ("launch", "--param=MemoryConfig.eta=0.9", "model.memory.eta: process 1 has 0.9, process "),
+        ("launch", "--run_dir={}/other", 'run_dir: process 1 has "{}/other", process 0 has "{}/r'),
+        ("launch", "--profile=3:5", 'profile: process 1 has "range(3, 5)", process 0 has "range('),
+        ("launch", "--param=TEXT='{}/other.txt'", "num_bytes: process 1 has 17095, process 0 has "),
+        ("evaluate", "--max_rows=10", "max_rows: process 1 has 10, process 0 has 512, "),
     ],
 )
-def test_processes_that_differ_end_before_the_first_step(start, texts, tmp_path, differing, line):
+def test_processes_that_differ_end_before_the_first_step(
+    whole, start, texts, tmp_path, command, differing, line
+):
     (tmp_path / "other.txt").write_text("other words\n" * 1000 + "\f" + "words\n" * 1000)
-    flags = _flags(tmp_path / "run", texts[0])
-    for process in start("launch", [flags, [*flags, differing.format(tmp_path)]], 2):
+    flags = [f"--run_dir={whole[0]}", "--task=ppl", "--batch_size=4"]
+    if command == "launch":
+        flags = _flags(tmp_path / "run", texts[0])
+    for process in start(command, [flags, [*flags, differing.format(tmp_path)]], 2):
         _, error = _end(process, UserError.exit_code)
         assert error.startswith("error: the processes of this job differ: ")
         assert line.format(tmp_path, tmp_path) in error
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_evaluations_that_differ_end_before_they_measure(whole, start):
-    arguments = [f"--run_dir={whole[0]}", "--task=ppl", "--batch_size=4"]
-    job = start("evaluate", [arguments, [*arguments, "--max_rows=10"]], 2)
-    errors = [_end(process, UserError.exit_code)[1] for process in job]
-    assert all("max_rows: process 1 has 10, process 0 has 512, " in error for error in errors)
 
 
 def test_evaluation_on_any_devices_is_that_of_one(whole, start):

@@ -147,16 +147,6 @@ def test_results_of_other_pieces_and_settings_are_not_shown_again(computed, fold
     refused("of another configuration: steps: 1 -> 2; choose", runs.compute, *changed)
 
 
-def test_damaged_results_are_one_line(computed, folder):
-    path, _ = computed
-    file = path / "base-3" / "eval" / "position.base-corpus" / "results.json"
-    whole = file.read_text()
-    file.write_text(json.dumps(json.loads(whole) | {"series": {"base, corpus": 3}}))
-    study = _study(folder), {"corpus": path}, path
-    refused(f"{file} is damaged", write_study, *study, error=DataError)
-    file.write_text(whole)
-
-
 def test_mistakes_are_refused(folder, tmp_path):
     refused("--only=x is none of the study's base, other, third", _study(folder).chosen, ["x"])
     refused(

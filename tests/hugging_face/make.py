@@ -4,7 +4,7 @@ for our models as `own.py` exports them.
     python make.py DIR        in an environment with torch and transformers: writes logits.npz
 
 DIR: the folders that own.py wrote. Transformers 5.24.0 and torch 2.13.0 wrote the file that is
-here. Of our models the tokens in pieces, and generated ones, are checked against one pass.
+here.
 """
 
 import hashlib
@@ -55,19 +55,6 @@ def drawn(shapes):
     return params
 
 
-def check(torch, model, tokens, logits):
-    """Pieces of any size, and greedy generation, give what one pass gives."""
-    cache, parts, texts = None, [], tokens
-    for start, stop in ((0, 1), (1, 8), (8, 9), (9, 30), (30, 40)):
-        piece = model(tokens[:, start:stop], past_key_values=cache, use_cache=True)
-        cache, parts = piece.past_key_values, [*parts, piece.logits.numpy()]
-    assert np.abs(np.concatenate(parts, 1) - logits).max() < 1e-4 * np.abs(logits).max()
-    for _ in range(15):
-        texts = torch.cat([texts, model(texts).logits[:, -1:].argmax(-1)], 1)
-    options = {"max_new_tokens": 15, "do_sample": False, "attention_mask": tokens * 0 + 1}
-    assert (model.generate(tokens, **options) == texts).all()
-
-
 def main():
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -76,8 +63,7 @@ def main():
     for folder in sorted(Path(sys.argv[1]).iterdir()):
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
         with torch.no_grad():
-            out[f"{folder.name}.logits"] = logits = model(torch_tokens).logits.numpy()
-            check(torch, model, torch_tokens, logits)
+            out[f"{folder.name}.logits"] = model(torch_tokens).logits.numpy()
         print(folder.name, type(model).__name__)
         for code in folder.glob("*.py"):
             out["code"] = hashlib.sha256(code.read_bytes()).hexdigest()

@@ -12,7 +12,7 @@ from hugging_face.make import drawn
 from small_models import config_of
 
 from ttcd_jax.files import write_whole
-from ttcd_jax.interop.hugging_face_export import export_hugging_face
+from ttcd_jax.interop.hugging_face import export_hugging_face
 from ttcd_jax.interop.weight_files import write_safetensors
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig

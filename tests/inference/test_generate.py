@@ -19,6 +19,7 @@ from ttcd_jax.models.transformer import Transformer
 TOKENIZER = ByteTokenizer()
 MEMORY = MemoryConfig(chunk_size=32)
 CONFIG = byte_model(window=16, student_window=8, dim=8, mlp_dim=12, init_std=0.5, memory=MEMORY)
+PLAIN = CONFIG.replace(method="full", window=None, fast_layers=(), memory=None)
 WARM = SamplingConfig(temperature=1.0, seed=3)
 PROMPT = "a text of a certain length:"  # its text crosses the end of a chunk
 
@@ -35,14 +36,12 @@ def model():
 @pytest.fixture(scope="module")
 def greedy():
     """The tokens after the prompt, by the forward pass over the whole text."""
-    transformer = Transformer(CONFIG, rngs=nnx.Rngs(0))
-    length = len(PROMPT) + 13
-    forward = jax.jit(lambda tokens: transformer(tokens))
-    tokens = np.zeros(length, np.int32)
-    start = len(PROMPT) + 1
+    transformer, start = Transformer(CONFIG, rngs=nnx.Rngs(0)), len(PROMPT) + 1
+    forward = jax.jit(lambda tokens: transformer(tokens)[0].argmax(-1))
+    tokens = np.zeros(start + 12, np.int32)
     tokens[:start] = [TOKENIZER.bos_id, *PROMPT.encode()]
-    for index in range(start, length):
-        tokens[index] = np.asarray(forward(tokens[None]))[0, index - 1].argmax()
+    for index in range(start, len(tokens)):
+        tokens[index] = forward(tokens[None])[index - 1]
     return tokens[start:].tolist()
 
 
@@ -150,12 +149,12 @@ def test_published_memory_is_another_text_and_needs_a_memory(model):
     request = _request(PROMPT * 3)
     published, _ = _run(model, request, memory="published")
     assert _tokens(published) != _tokens(_run(model, request)[0])
-    plain = _model(CONFIG.replace(method="swa", fast_layers=(), memory=None))
+    plain = _model(PLAIN.replace(method="swa", window=16))
     refused("published", Generation, plain, TOKENIZER, [request], memory="published")
 
 
 def test_full_attention_takes_the_room_it_needs_and_no_more_than_it_has():
-    full = _model(CONFIG.replace(method="full", window=None, fast_layers=(), memory=None))
+    full = _model(PLAIN)
     events, state = _run(full, _request(max_new_tokens=4))
     assert len(events) == 4
     more, longer = _request("a", max_new_tokens=0), _request("abc", max_new_tokens=7)

@@ -12,22 +12,18 @@ SEEN = np.isin(np.arange(10), [1, 3, 6])
 TIES = np.array([1.0, 2.0, 1.0, 0.0, 2.0, 1.0])
 
 
-def _sample(logits, configs, seen=None, index=0):
+def _sample(logits, configs, seen=False, index=0):
     """A token per configuration: logits [V] for all of them, or [B, V]."""
-    B, V = len(configs), np.shape(logits)[-1]
-    seen = jnp.zeros((B, V), bool) if seen is None else jnp.broadcast_to(seen, (B, V))
-    logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (B, V))
-    drawn = jax.jit(sample)(logits, batch_sampler(configs), seen, jnp.full(B, index, jnp.int32))
-    return np.asarray(drawn)
+    shape = len(configs), np.shape(logits)[-1]
+    logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), shape)
+    index = jnp.broadcast_to(jnp.asarray(index, jnp.int32), shape[:1])
+    seen = jnp.broadcast_to(jnp.asarray(seen), shape)
+    return np.asarray(jax.jit(sample)(logits, batch_sampler(configs), seen, index))
 
 
-def _many(config, seen=None, logits=LOGITS):
+def _many(config, seen=False, logits=LOGITS):
     """Draws that differ in their position in the text only."""
-    V = len(logits)
-    sampler = batch_sampler([config] * DRAWS)
-    seen = jnp.broadcast_to(np.zeros(V, bool) if seen is None else seen, (DRAWS, V))
-    logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (DRAWS, V))
-    return np.asarray(jax.jit(sample)(logits, sampler, seen, jnp.arange(DRAWS, dtype=jnp.int32)))
+    return _sample(logits, [config] * DRAWS, seen, np.arange(DRAWS))
 
 
 def _probabilities(config, seen, logits=LOGITS):
@@ -119,22 +115,17 @@ def test_what_is_drawn_of_ties_and_of_tokens_without_probability(logits, fields,
     assert set(_many(config, logits=logits)) == drawn
 
 
-def test_a_row_depends_on_its_own_settings_only():
+def test_seed_and_index_make_the_draw_and_a_row_depends_on_its_own_settings_only():
     rng = np.random.default_rng(0)
-    logits = rng.standard_normal((6, 40))
+    logits, ks = rng.standard_normal((6, 40)), (None, 5) * 3
     configs = [
-        SamplingConfig(temperature=0.3 * row, seed=7 * row, top_k=[None, 5][row % 2])
-        for row in range(6)
+        SamplingConfig(temperature=0.3 * row, seed=7 * row, top_k=k) for row, k in enumerate(ks)
     ]
-    together = _sample(logits, configs)
+    together, order = _sample(logits, configs), rng.permutation(6)
     for row, config in enumerate(configs):
         assert _sample(logits[row], [config]) == together[row]
-    order = rng.permutation(6)
     moved = _sample(logits[order], [configs[row] for row in order])
     np.testing.assert_array_equal(moved, together[order])
-
-
-def test_seed_and_index_make_the_draw():
     flat = np.zeros(1000)
     configs = [SamplingConfig(temperature=1.0, seed=seed) for seed in (0, 0, 1, 2**32 - 1)]
     tokens = _sample(flat, configs)
@@ -143,12 +134,7 @@ def test_seed_and_index_make_the_draw():
     assert (_sample(flat, configs, index=1) != tokens).all()
 
 
-def test_all_settings_are_one_program_and_the_vocabulary_is_sorted_once():
-    step = jax.jit(lambda *arguments: sample(*arguments))
-    for fields in ({}, {"temperature": 1.0}, {"temperature": 2.0, "top_k": 2, "top_p": 0.5}):
-        sampler = batch_sampler([SamplingConfig(**fields)] * 2)
-        step(jnp.ones((2, 8)), sampler, jnp.zeros((2, 8), bool), jnp.zeros(2, jnp.int32))
-    assert step._cache_size() == 1
+def test_the_vocabulary_is_sorted_once():
     sampler = batch_sampler([SamplingConfig()])
     eqns = traced(sample, jnp.ones((1, 8)), sampler, jnp.zeros((1, 8), bool), jnp.zeros(1, int))
     assert [eqn.primitive.name for eqn in eqns].count("sort") == 1

@@ -19,7 +19,7 @@ from ttcd_jax.errors import CheckpointError
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill, stream
 from ttcd_jax.inference.saved_state import load_state, save_state
-from ttcd_jax.inference.state import start_state, state_axes, state_bytes
+from ttcd_jax.inference.state import start_state, state_bytes
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.transformer import Transformer
@@ -36,11 +36,6 @@ def _model(config=NARROW, std=0.5):
     return inference_model(randomize(Transformer, config, std=std))
 
 
-def _state_of(model, **options):
-    start = start_state(model, 2, **options)
-    return prefill(model, start, TOKENS, np.array([8, 6]))[1]
-
-
 @pytest.fixture(scope="module")
 def model():
     return _model()
@@ -48,7 +43,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def state(model):
-    return _state_of(model)
+    return prefill(model, start_state(model, 2), TOKENS, np.array([8, 6]))[1]
 
 
 @pytest.fixture(scope="module")
@@ -58,24 +53,20 @@ def folder(model, state, tmp_path_factory):
     return folder
 
 
-def test_a_state_comes_back_bit_for_bit(model, state, folder):
+def test_a_state_comes_back_bit_for_bit(model, state, folder, tmp_path):
     loaded = load_state(folder, model)
     assert_same(loaded, state)
     assert [x.dtype for x in jax.tree.leaves(loaded)] == [x.dtype for x in jax.tree.leaves(state)]
     assert {str(x.dtype) for x in jax.tree.leaves(loaded)} >= {"bfloat16", "float32", "int32"}
-    assert loaded.position.tolist() == [8, 6]
     assert {path.name for path in folder.iterdir()} == {
         *("state.safetensors", "state.json", "DIGEST.json")
     }
     assert json.loads((folder / "state.json").read_text())["tokens_read"] == [8, 6]
     assert list(folder.parent.iterdir()) == [folder]
-
-
-def test_full_attention_keeps_its_room(tmp_path):
-    model = _model(NARROW.replace(method="full", window=None, fast_layers=(), memory=None))
-    state = _state_of(model, max_length=21)
-    save_state(tmp_path / "state", model, state)
-    assert_same(load_state(tmp_path / "state", model), state)
+    full = _model(NARROW.replace(method="full", window=None, fast_layers=(), memory=None))
+    _, state = prefill(full, start_state(full, 2, max_length=21), TOKENS)
+    save_state(tmp_path / "state", full, state)
+    assert_same(load_state(tmp_path / "state", full), state)
 
 
 _refused = functools.partial(refused, error=CheckpointError)
@@ -96,38 +87,35 @@ def copy(folder, tmp_path):
 @pytest.mark.parametrize("name", ["state.safetensors", "state.json", "DIGEST.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_damage_is_named(model, copy, name, damage):
-    data = bytearray((copy / name).read_bytes())
-    data[len(data) // 2] ^= 0x80
-    if damage == "remove":
-        (copy / name).unlink()
-    else:
-        (copy / name).write_bytes(data if damage == "flip" else data[: len(data) // 2])
+    data = (path := copy / name).read_bytes()
+    path.unlink()
+    if damage != "remove":
+        flipped = bytes([data[len(data) // 2] ^ 0x80]) + data[len(data) // 2 + 1 :]
+        path.write_bytes(data[: len(data) // 2] + (flipped if damage == "flip" else b""))
     _refused(name, load_state, copy, model)
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "../../../../../../etc/passwd", "../state.json"])
-def test_a_digest_names_the_files_of_its_folder_alone(model, copy, name):
-    entries = json.loads((copy / "DIGEST.json").read_text()) | {name: [0, "0"]}
-    (copy / "DIGEST.json").write_text(json.dumps(entries))
-    _refused(f"{name}: missing", load_state, copy, model)
-
-
 @pytest.mark.parametrize(
-    ("name", "content"),
+    ("name", "content", "words"),
     [
-        *(("state.json", x) for x in (b"null", b"[" * 100_000, b'{"tokens_read": 5}')),
-        ("state.safetensors", b"nonsense"),
-        ("state.safetensors", (2**62).to_bytes(8, "little") + b"{}"),
-        *(("rows", x) for x in ([0] * 3_000_000, 5, [])),
+        ("state.safetensors", (2**62).to_bytes(8, "little") + b"{}", ""),
+        *(("tokens_read", x, "") for x in ([0] * 3_000_000, 5, [])),
+        ("max_length", 2**40, ""),
+        # A digest names files of its folder alone.
+        *((x, None, f"{x}: missing") for x in ("/dev/zero", "../../../../etc/passwd", "../x.json")),
     ],
 )
-def test_a_sealed_state_of_nonsense_is_refused(model, copy, name, content):
-    if name == "rows":
-        name, record = "state.json", json.loads((copy / "state.json").read_text())
-        content = json.dumps(record | {"tokens_read": content}).encode()
-    (copy / name).write_bytes(content)
-    digest.seal(copy)
-    _refused(str(copy.parent), load_state, copy, model)
+def test_a_sealed_state_of_nonsense_is_refused(model, copy, name, content, words):
+    if content is None:
+        entries = json.loads((copy / "DIGEST.json").read_text()) | {name: [0, "0"]}
+        (copy / "DIGEST.json").write_text(json.dumps(entries))
+    else:
+        if not isinstance(content, bytes):
+            record = json.loads((copy / "state.json").read_text()) | {name: content}
+            name, content = "state.json", json.dumps(record).encode()
+        (copy / name).write_bytes(content)
+        digest.seal(copy)
+    _refused(f"{copy.parent}|{words}", load_state, copy, model)
 
 
 def test_a_folder_without_a_state_or_with_one_is_refused(model, state, folder, tmp_path):
@@ -166,18 +154,6 @@ def test_bytes_are_those_of_the_formula_and_of_the_arrays(method, float64):
     assert sizes["total"] == sum(x.nbytes for x in jax.tree.leaves(state.layers))
 
 
-def test_every_array_is_cut_by_rows_and_some_by_heads_or_features():
-    config = CONFIG.replace(precision=Precision())
-    state = start_state(inference_model(randomize(Transformer, config)), B)
-    axes = state_axes(state)
-    fast, plain = axes.layers
-    assert plain["mixer"].keys == ("batch", None, "kv_heads", None)
-    assert fast["mlp"].chunks.memory == ("batch", "mlp", None)
-    leaves = jax.tree.leaves(axes, is_leaf=lambda x: type(x) is tuple and "batch" in x)
-    assert all(names[0] == "batch" for names in leaves)
-    assert len(leaves) == len(jax.tree.leaves(state))
-
-
 @pytest.mark.slow
 def test_a_million_tokens_take_the_memory_of_sixteen_thousand():
     # A separate process, with the code that users run. Its arrays come straight from the system,
@@ -194,11 +170,11 @@ def _read_short_and_long() -> list[dict[str, int]]:
     model = inference_model(Transformer(config, rngs=nnx.Rngs(0)))
     tokens = np.random.default_rng(0).integers(0, 11, (1, 1 << 20)).astype(np.int32)
     for _ in range(12):  # until nothing more is compiled or kept
-        short = _read(model, tokens[:, : 1 << 14])
-    return [short, _read(model, tokens)]
+        short = _most_held(model, tokens[:, : 1 << 14])
+    return [short, _most_held(model, tokens)]
 
 
-def _read(model, tokens: np.ndarray) -> dict[str, int]:
+def _most_held(model, tokens: np.ndarray) -> dict[str, int]:
     """The most bytes of arrays while it read, and the most that the process ever held."""
     in_use = 0
     for _, hidden, state in stream(model, start_state(model, 1), tokens, piece_size=8192):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import assert_same, refused
+from checks import assert_same, bits, refused
 
 from tests.parity.checks import model_from_reference, model_type, stacked_params
 from tests.parity.golden import Golden
@@ -58,15 +58,10 @@ def import_reference(folder):
 
 
 def _assert_exported(folder, imported):
-    """Exporting gives what the folder holds."""
-    given = dict(open_weights(folder))
+    """Exporting gives what the folder holds, bit for bit."""
     tensors, text = export_reference(*imported)
     assert text.encode() == (folder / "config.json").read_bytes()
-    assert tensors.keys() == given.keys()
-    for name, value in given.items():
-        assert tensors[name].dtype == value.dtype
-        assert tensors[name].shape == value.shape
-        assert tensors[name].tobytes() == value.tobytes()
+    assert bits(tensors) == bits(open_weights(folder))
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
@@ -99,17 +94,14 @@ def test_exports_of_narrow_and_sharded_checkpoints_equal_their_imports(write, dt
     assert json.loads(text)["torch_dtype"] == "float32"
 
 
-def test_a_second_prefix_and_old_buffers_are_removed(write):
-    tensors = {f"model.{n}": v for n, v in Golden(UNTIED).group("param.").items()}
+def test_old_buffers_are_removed(write):
     names = ("model.layers.0.attn.rotary.inv_freq", "model.layers.0.mlp.ttt_lr")
-    buffers = {f"model.{name}": np.ones(4, np.float32) for name in names}
-    folder, golden = write(UNTIED, tensors | buffers)
+    buffers = {name: np.ones(4, np.float32) for name in names}
+    folder, golden = write(UNTIED, Golden(UNTIED).group("param.") | buffers)
     imported = import_reference(folder)
     assert imported.metadata["dropped"] == [*names]
     exported, _ = export_reference(*imported)
     assert exported.keys() == golden.group("param.").keys()
-    write(UNTIED, tensors | {HEAD: tensors["model." + HEAD]})
-    refused("are the same tensor", import_reference, folder, error=DataError)
 
 
 def test_a_stored_tied_head_is_exported_or_the_embedding_counts(write, caplog):
@@ -129,10 +121,7 @@ def test_a_stored_tied_head_is_exported_or_the_embedding_counts(write, caplog):
     ("path", "change", "words"),
     [
         (UNTIED, {HEAD: None}, "1 only in the model: lm_head.weight"),
-        (UNTIED, {"model.layers.1.mlp.b_proj": [1.0]}, "1 only in the checkpoint"),
-        (UNTIED, {"model.layers.9.mlp_norm.weight": [1.0]}, "only in the checkpoint|layers.9"),
-        (UNTIED, {"model.layers.x.mlp_norm.weight": [1.0]}, "only in the checkpoint"),
-        (UNTIED, {"model.layers.-1.mlp_norm.weight": [1.0]}, "only in the checkpoint"),
+        (UNTIED, {"model.layers.9.mlp_norm.weight": [1.0]}, "1 only in the checkpoint|layers.9"),
         (UNTIED, {"model.layers.": [1.0]}, "only in the checkpoint"),
         (UNTIED, {f"x{i}": [1.0] for i in range(9)}, "9 only in|and 5 more"),
         (UNTIED, {"model.norm.weight": [1.0]}, "shape: model.norm.weight (1,) not (32,)"),
@@ -140,9 +129,9 @@ def test_a_stored_tied_head_is_exported_or_the_embedding_counts(write, caplog):
     ],
 )
 def test_another_model_is_refused_with_the_differences(write, path, change, words):
-    tensors = Golden(path).group("param.")
-    tensors |= {name: np.asarray(v, np.float32) for name, v in change.items() if v is not None}
-    folder, _ = write(path, {n: v for n, v in tensors.items() if change.get(n, v) is not None})
+    tensors = Golden(path).group("param.") | change
+    tensors = {n: np.asarray(x, np.float32) for n, x in tensors.items() if x is not None}
+    folder, _ = write(path, tensors)
     refused(words, import_reference, folder, error=CheckpointError)
 
 
@@ -156,8 +145,7 @@ def test_another_model_is_refused_with_the_differences(write, path, change, word
         ({"num_heads": "4"}, DataError, "config.json|num_heads"),
         ({"ttt_layers": [7]}, DataError, "config.json|7"),
         ({"model_type": "llama"}, DataError, "llama"),
-        *((text, DataError, "config.json") for text in ("", "[]", '{"a": 1, "a": 2}', "\x00")),
-        ("[" * 100_000, DataError, "config.json"),
+        *((text, DataError, "config.json") for text in ("[]", '{"a": 1, "a": 2}', "[" * 100_000)),
         (None, DataError, "config.json"),
     ],
 )
@@ -187,8 +175,6 @@ def test_a_model_of_our_own_comes_out_and_in_again_or_is_not_written(write):
 
 
 SMALLEST = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_heads": 2}
-
-
 ABSENT = {
     "ipttcd": {
         **{"chunk_size": 8192, "eta": 0.3, "num_taps": 5, "student_window": 8192},
@@ -232,8 +218,8 @@ GPT, PLAIN, DELTA = ({"model_type": name} for name in ("gpt2", "transformer", "d
     ("changes", "words"),
     [
         (GPT, "gpt2|ipttcdv9"),
-        ({"ttt_output_source": "techer"}, "'techer'|'student'"),
         ({"model_type": ["ipttcdv9"]}, "model_type"),
+        ({"ttt_output_source": "techer"}, "'techer'|'student'"),
         ({"use_output_gate": True}, "use_output_gate|True"),
         ({"hidden_act": "gelu"}, "hidden_act|gelu"),
         ({"ttt_proj_init": "sparse"}, "ttt_proj_init|sparse|diagonal"),
@@ -241,9 +227,7 @@ GPT, PLAIN, DELTA = ({"model_type": name} for name in ("gpt2", "transformer", "d
         ({"ttt_chunk": None}, "ttt_chunk"),
         ({"ttt_visible_chunks": "1"}, "ttt_visible_chunks"),
         ({"ttt_mode": "no"}, "ttt_mode"),
-        ({"hidden_size": "8"}, "hidden_size"),
         ({"norm_eps": 10**400}, "norm_eps"),
-        (DELTA | {"num_heads": 0}, "num_heads"),
         (DELTA | {"expand_k": 0}, "expand_k"),
         (DELTA | {"use_gate": True}, "use_gate"),
         (PLAIN | {"rope_scaling": {"a": 1}}, "rope_scaling"),

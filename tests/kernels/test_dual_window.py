@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, draw, largest_array, temporary_bytes, traced
+from checks import assert_close, draw, largest_array, traced
 from ttcd_kernels import dual_window_attention_with_lse, window_attention
 from ttcd_kernels.dual_window import xla
 from ttcd_kernels.dual_window.tiles import documents, key_tiles, query_tiles
@@ -32,9 +32,7 @@ def _results_and_gradients(operands, cotangents, **options):
 # has documents)
 SHAPES = {
     "one block": (12, 12, 2, 2, 7, 3, 256, False),
-    "several blocks, ragged": (21, 21, 2, 1, 7, 3, 4, False),
     "several blocks, ragged, documents": (21, 21, 2, 1, 7, 3, 4, True),
-    "grouped heads, halo": (13, 30, 4, 2, 9, 4, 4, False),
     "grouped heads, halo, documents": (13, 30, 4, 2, 9, 4, 4, True),
     "halo shorter than the window": (16, 19, 2, 2, 11, 5, 4, True),
     "student sees itself only": (17, 17, 2, 1, 6, 1, 4, True),
@@ -49,11 +47,7 @@ SHAPES = {
     "window as long as two blocks": (16, 16, 2, 2, 8, 4, 4, False),
     "one query, many keys": (1, 23, 2, 1, 9, 2, 4, True),
     "one token": (1, 1, 2, 2, None, 1, 256, False),
-    "less than a window": (5, 5, 2, 2, 100, 1, 256, False),
-    "one window": (20, 20, 2, 1, 9, 9, 256, False),
-    "every query has a far band": (12, 40, 2, 1, 39, 3, 256, False),
     "few queries have a far band": (12, 40, 2, 1, 40, 30, 256, False),
-    "no room for a far band": (6, 6, 2, 1, 9, 6, 256, False),
     "the last query alone": (1, 30, 2, 2, 20, 10, 256, False),
 }
 
@@ -108,18 +102,6 @@ def test_no_array_grows_with_the_square_of_the_length(window):
     block = xla.block_rows(N, T, window or T)
     reach = (window or T) + block
     assert largest_array(traced(run, *inputs)) <= N * max(block * reach, 2 * (T + reach) * H)
-
-
-def test_peak_memory_is_linear_in_the_length():
-    def peak(T):
-        inputs = jax.eval_shape(partial(_inputs, 1, T, T, 2, 1, 16, jnp.float32))
-        return temporary_bytes(
-            partial(_results_and_gradients, teacher_window=64, student_window=16), *inputs
-        )
-
-    small, middle, large = peak(1024), peak(2048), peak(4096)
-    assert large - middle <= 2.2 * (middle - small)
-    assert large <= 4 * small
 
 
 def test_masks_of_all_queries_are_not_kept_for_the_backward():

@@ -79,9 +79,9 @@ def test_mosaic_multiplies_by_warpgroups_and_spills_no_more():
         forward, backward_q, backward_kv = dual_window_tuning.MOSAIC_TILES[head_dim]
         # The values of a band's last tile are multiplied behind its loops.
         assert [kernel.ptx.count("wgmma.mma_async") for kernel in kernels] == [
-            (4 * head_dim + 6 * forward.block_kv) // 16,
-            4 * (2 * head_dim + backward_q.block_kv) // 16,
-            4 * (2 * head_dim + 2 * backward_kv.block_q) // 16,
+            (4 * head_dim + 6 * forward.block_n) // 16,
+            4 * (2 * head_dim + backward_q.block_n) // 16,
+            4 * (2 * head_dim + 2 * backward_kv.block_m) // 16,
         ]
         for kernel, bound in zip(kernels, spilled[name], strict=True):
             assert kernel.spill_bytes <= bound

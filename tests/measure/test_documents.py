@@ -18,6 +18,7 @@ from ttcd_jax.measure.by_document import (
     Means,
     Selection,
     cells,
+    first_texts,
     means_of,
     means_over_documents,
     plain_documents,
@@ -46,6 +47,8 @@ def test_documents_have_no_special_tokens_and_blank_ones_are_left_out(folder):
     records, documents = _documents(folder)
     assert [bytes(ids.tolist()) for ids in documents] == [TEXTS[name] for name in "acde"]
     assert records.num_files == 5
+    texts = first_texts([records, records], ByteTokenizer(), 15)  # of 12 and 3 tokens
+    assert [*texts] == ["abcdefghij", " \n"]
     (folder / "x.jsonl").write_bytes(json_lines(("one", "", " ", "two")))
     records, documents = _documents(folder / "x.jsonl")
     assert (records.num_files, len([*documents])) == (1, 2)
@@ -60,7 +63,6 @@ def test_the_first_long_enough_documents_are_chosen_up_to_the_budget(folder):
     assert (stats["sampled_docs"], stats["eligible_docs"], stats["min_doc_tokens"]) == (3, 2, 7)
     assert stats["selected_total_tokens"] == stats["eligible_total_tokens"] == 18
     quantiles = dict.fromkeys(("p50", "p75", "p90", "p95", "p99", "max"), 9)
-    assert stats["sampled_doc_length_quantiles"] == quantiles
     assert stats["selected_doc_length_quantiles"] == quantiles
     long = [np.zeros(n, np.int32) for n in (10, 3000, 20_000, 5000)]
     stats = select(long, lambda ids: ids[:7], min_tokens=2048, max_documents=2).stats
@@ -73,12 +75,12 @@ def test_the_first_long_enough_documents_are_chosen_up_to_the_budget(folder):
     refused(words, select, documents, lambda ids: ids, min_tokens=14, error=DataError)
 
 
-def _selection():
-    return Selection([np.arange(5), np.arange(3, 10)], {"selected_total_tokens": 12}, "byte")
-
-
 def test_a_manifest_gives_the_same_selection(tmp_path):
-    path, selection = tmp_path / "documents.npz", _selection()
+    selections = [
+        Selection([np.arange(5), np.arange(3, 10)], {"min_doc_tokens": 12}, "byte")
+        for _ in range(4)
+    ]
+    path, (selection, *others) = tmp_path / "documents.npz", selections
     path.write_bytes(selection.manifest())
     with np.load(path) as arrays:
         assert (arrays["flat_tokens"].dtype, arrays["lengths"].dtype) == (np.int32, np.int32)
@@ -88,7 +90,6 @@ def test_a_manifest_gives_the_same_selection(tmp_path):
     for ours, theirs in zip(read.documents, selection.documents, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert (read.stats, read.digest) == (selection.stats, selection.digest)
-    others = [_selection() for _ in range(3)]
     others[0].documents[1][0] += 1
     others[1].stats["min_doc_tokens"] = 1
     others[2].documents[:] = [np.arange(4), np.array([4, *range(3, 10)])]  # the same flat tokens
@@ -112,19 +113,14 @@ _HUGE = _npz().replace(b"'shape': (6,), ", b"'shape': (9" + b"9" * 13)  # the he
         (_npz(tokenizer=np.array("f" * 64)), "made by another tokenizer (ffffffffffff) than"),
         (_npz(lengths=np.array([2, 5])), "it has 6 tokens, and other lengths: [2 5]"),
         (_npz(lengths=np.array([1, 5])), "its arrays are of another kind"),
-        (_npz(lengths=np.array([-2, 8])), "its arrays are of another kind"),
         (_npz(lengths=np.array([2**62] * 4 + [6])), "it has 6 tokens, and other lengths"),
         (_npz(lengths=np.zeros(0, int)), "its arrays are of another kind"),
         (_npz(flat_tokens=np.ones(6)), "its arrays are of another kind"),
-        (_npz(flat_tokens=np.ones((6, 1), int)), "its arrays are of another kind"),
         (_npz(flat_tokens=np.array([{}])), "is no manifest of documents"),
         (_npz(lengths=None), "is no manifest of documents"),
         (_npz(document_stats_json=np.array("[]")), "is a list, not"),
-        (_npz(document_stats_json=np.array("{")), "is no manifest of documents"),
-        (_npz()[:-40], "is no manifest of documents"),
         (_npz()[:200], "is no manifest of documents"),
         (_HUGE, "is no manifest of documents"),
-        (b"text", "is no manifest of documents"),
         (None, "cannot be read: No such file"),
     ],
 )
@@ -154,13 +150,12 @@ def test_intervals_of_equal_documents_are_students_t():
     np.testing.assert_allclose((low, high), (expected.low, expected.high))
 
 
-@pytest.mark.parametrize(("documents", "least", "most"), [(5, 0.9, 0.97), (40, 0.93, 0.97)])
-def test_intervals_cover_the_mean_of_documents_of_any_length(documents, least, most):
+def test_intervals_cover_the_mean_of_documents_of_any_length():
     """About 95 % of 2,000 draws, of documents whose loss does not depend on their length."""
     rng = np.random.default_rng(1)
-    tokens = np.tile(rng.integers(10, 1000, (documents, 1)), 2_000).astype(float)
-    _, low, high = means_over_documents(tokens * rng.normal(3, 1, (documents, 2_000)), tokens)
-    assert least < np.mean((low < 3) & (high > 3)) < most
+    tokens = np.tile(rng.integers(10, 1000, (40, 1)), 2_000).astype(float)
+    _, low, high = means_over_documents(tokens * rng.normal(3, 1, (40, 2_000)), tokens)
+    assert 0.93 < np.mean((low < 3) & (high > 3)) < 0.97
 
 
 def test_intervals_of_fewer_than_five_documents_are_unknown():

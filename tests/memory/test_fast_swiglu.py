@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from checks import TWO_ROWS, assert_close, draw, largest_array, traced
 
-from ttcd_jax.memory import fast_swiglu
 from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
-from ttcd_jax.memory.fast_swiglu import FastOptions, FastSwiGLU, FastWeights, FastWrites
+from ttcd_jax.memory.fast_swiglu import FastSwiGLU, FastWeights, FastWrites
 
 B, T, L, N, H, F = 2, 14, 4, 2, 3, 5
 
@@ -24,10 +23,6 @@ class Tokens(NamedTuple):
     momentum: jax.Array | None
 
 
-def _options(**changes) -> FastOptions:
-    return FastOptions(state_dtype=jnp.float64, **changes)
-
-
 def _start(seed=1) -> FastWeights:
     return FastWeights(*draw(seed, (N, H, F), (N, F, H), (N, H, F)))
 
@@ -38,10 +33,10 @@ def _tokens(seed=0, tokens=T, has_momentum=True) -> Tokens:
     return Tokens(q, k, v, jax.nn.softplus(rates), jax.nn.sigmoid(votes) if has_momentum else None)
 
 
-def _run(options, start, tokens, ids=None, chunk_size=L):
+def _run(start, tokens, ids=None, chunk_size=L, **options):
     size = tokens.q.shape[1]
     q, *writes = (None if x is None else to_chunks(x, chunk_size) for x in tokens)
-    memory = FastSwiGLU(start, options._replace(has_momentum=tokens.momentum is not None))
+    memory = FastSwiGLU(start, has_momentum=tokens.momentum is not None, **options)
     segments = None if ids is None else chunk_segments(ids, chunk_size)
     prepared = memory.prepared(q, FastWrites(*writes), segments, length=size)
     return from_chunks(memory.row(prepared, needs_end=False)[0], size)
@@ -63,7 +58,7 @@ def _descent(weights, k, v, rates):
     return FastWeights(*(gradients[i][i] for i in range(3)))
 
 
-def _one_document(options, start, tokens, is_mine):
+def _one_document(keeps_raw, start, tokens, is_mine):
     """f(q) [C, L, H] of a row and head, its tokens in chunks, with those of one document alone."""
 
     def one_chunk(state, chunk):
@@ -72,7 +67,7 @@ def _one_document(options, start, tokens, is_mine):
         mu = 0.0 if votes is None else jnp.where(mine, votes, 0).sum() / jnp.maximum(mine.sum(), 1)
         step = _descent(used, k, v, jnp.where(mine[:, None], rates, 0))
         step = jax.tree.map(lambda d, m: d + mu * m, step, before)
-        raw = jax.tree.map(jnp.add, raw if options.keeps_raw else used, step)
+        raw = jax.tree.map(jnp.add, raw if keeps_raw else used, step)
 
         def rescaled(w, w_start):
             return w / (jnp.linalg.norm(w, axis=0) + 1e-5) * jnp.linalg.norm(w_start, axis=0)
@@ -84,13 +79,13 @@ def _one_document(options, start, tokens, is_mine):
     return jax.lax.scan(one_chunk, state, (tuple(tokens), is_mine))[1]
 
 
-def _definition(options, start, tokens, ids):
+def _definition(keeps_raw, start, tokens, ids):
     """[B, T, N, H], every document from the start; `ids` are numpy's."""
     chunks = jax.tree.map(lambda x: to_chunks(x, L), tokens)
     rows, documents = np.array([(b, i) for b in range(B) for i in set(ids[b].tolist())]).T
     is_mine = np.pad(ids[rows] == documents[:, None], ((0, 0), (0, -T % L)))
     is_mine = is_mine.reshape(-1, T // L + 1, L)
-    heads = jax.vmap(functools.partial(_one_document, options), (0, 2, None), 2)
+    heads = jax.vmap(functools.partial(_one_document, keeps_raw), (0, 2, None), 2)
     each = jax.vmap(heads, (None, 0, 0))(start, jax.tree.map(lambda x: x[rows], chunks), is_mine)
     own = jnp.where(is_mine[..., None, None], each, 0)
     return from_chunks(jnp.zeros(chunks.q.shape).at[rows].add(own), T)
@@ -110,23 +105,13 @@ def _with_gradients(run, start, tokens):
 @pytest.mark.parametrize(("keeps_raw", "has_momentum"), [(False, True), (True, False)])
 def test_every_document_learns_alone_by_the_definition(keeps_raw, has_momentum, float64):
     """Values and gradients; the definition differentiates f where the memory has formulas."""
-    options, start = _options(keeps_raw=keeps_raw), _start()
+    options, start = {"keeps_raw": keeps_raw, "state_dtype": jnp.float64}, _start()
     tokens, ids = _tokens(has_momentum=has_momentum), jnp.asarray(TWO_ROWS)
-    ours = _with_gradients(lambda s, t: _run(options, s, t, ids), start, tokens)
-    theirs = _with_gradients(lambda s, t: _definition(options, s, t, TWO_ROWS), start, tokens)
+    ours = _with_gradients(lambda s, t: _run(s, t, ids, **options), start, tokens)
+    theirs = _with_gradients(lambda s, t: _definition(keeps_raw, s, t, TWO_ROWS), start, tokens)
     assert_close(ours, theirs, 1e-9)
-    one = _definition(options, start, tokens, np.zeros_like(TWO_ROWS))
-    assert_close(_run(options, start, tokens), one, 1e-9)
-
-
-def test_lengths_have_a_gradient_of_zero_at_zero(float64):
-    (x,) = draw(0, (3, 4))
-    x = x.at[1].set(0)
-    assert_close(fast_swiglu.length(x, -1)[:, 0], jnp.linalg.norm(x, axis=-1))
-    assert_close(fast_swiglu.unit(x, -1), x / (fast_swiglu.length(x, -1) + 1e-5))
-    gradient = np.asarray(jax.grad(lambda x: fast_swiglu.length(x, -1).sum())(x))
-    assert_close(gradient[::2], x[::2] / jnp.linalg.norm(x[::2], axis=-1, keepdims=True))
-    assert not gradient[1].any()
+    one = _definition(keeps_raw, start, tokens, np.zeros_like(TWO_ROWS))
+    assert_close(_run(start, tokens, **options), one, 1e-9)
 
 
 def test_the_backward_keeps_states_and_no_activations():
@@ -135,6 +120,6 @@ def test_the_backward_keeps_states_and_no_activations():
     start = FastWeights(*draw(0, (1, H, hidden), (1, hidden, H), (1, H, hidden)))
     shapes = [(1, tokens, 1, H)] * 3 + [(1, tokens, 1, 3), (1, tokens, 1)]
     inputs = Tokens(*draw(1, *shapes))
-    run = jax.grad(lambda s, t: _run(FastOptions(), s, t, chunk_size=size).sum(), argnums=(0, 1))
+    run = jax.grad(lambda s, t: _run(s, t, chunk_size=size).sum(), argnums=(0, 1))
     states = (tokens // size) * H * hidden
     assert largest_array(traced(run, start, inputs)) <= states < tokens * hidden

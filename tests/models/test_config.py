@@ -2,10 +2,7 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import pytest
-from checks import randomize
 from small_models import SETTINGS
 
 from ttcd_jax import Precision, TransformerConfig
@@ -16,8 +13,6 @@ from ttcd_jax.methods.gated_delta_net import GatedDeltaNetConfig
 from ttcd_jax.methods.ipttcd import IPTTCDBlockConfig, MemoryConfig
 from ttcd_jax.methods.lact import LaCTConfig
 from ttcd_jax.models.config import block_configs, switched_off
-from ttcd_jax.nn.block import Block
-from ttcd_jax.nn.row import Row
 
 
 def _config(**changes) -> TransformerConfig:
@@ -88,19 +83,3 @@ def test_every_field_reaches_its_layer():
     for method in ("deltanet", "swa"):
         mixer = block_configs(_of(method))[0].mixer
         assert (getattr(mixer, "num_kv_heads", 2), mixer.num_heads, mixer.head_dim) == (2, 2, 4)
-
-
-def test_settings_have_defaults_and_a_method_has_none():
-    assert _of("ipttcd").settings == MemoryConfig()
-    assert _config().settings is None
-    with pytest.raises(TypeError, match="method"):
-        TransformerConfig(vocab_size=11, dim=8, num_layers=1, num_heads=2, mlp_dim=12)
-
-
-def test_blocks_share_a_signature_and_statistics_say_whether_there_is_a_memory():
-    h = jnp.ones((1, 5, 8))
-    row = Row.of(h, None, jnp.zeros((1, 5), jnp.int32))
-    for config, has_memory in zip(block_configs(_of("ipttcd"))[:2], (True, False), strict=True):
-        y, stats = jax.eval_shape(randomize(Block, config).forward, h, row)
-        assert y.shape == h.shape
-        assert (stats is not None) == has_memory

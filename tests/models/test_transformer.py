@@ -10,10 +10,8 @@ import pytest
 from checks import (
     TWO_ROWS,
     assert_close,
-    assert_same,
     dot_operand_types,
     randomize,
-    refused,
     temporary_bytes,
     traced,
     value_and_gradients,
@@ -23,9 +21,8 @@ from flax import nnx
 from small_models import config_of
 
 from ttcd_jax import MemoryConfig, Precision, Transformer, TransformerConfig
-from ttcd_jax.axes import LOGICAL_AXES
-from ttcd_jax.models.config import block_configs, layers_with_teacher
-from ttcd_jax.models.transformer import scan_plan, slot_of_layer
+from ttcd_jax.models.config import block_configs
+from ttcd_jax.models.transformer import layer_slots, scan_plan
 from ttcd_jax.nn.row import Row
 from ttcd_jax.train.loss import next_token_loss
 
@@ -65,8 +62,9 @@ def test_plans_hold_every_layer_in_order(num_layers, fast_layers, runs):
     plan = scan_plan(blocks)
     assert [(len(run.unit), run.repeats) for run in plan] == runs
     assert sum((run.unit * run.repeats for run in plan), ()) == blocks
-    assert len({slot_of_layer(config, layer) for layer in range(num_layers)}) == num_layers
-    refused(f"layer {num_layers} of", slot_of_layer, config, num_layers, error=IndexError)
+    slots = layer_slots(config)
+    assert len(slots) == len({*slots}) == num_layers
+    assert [plan[int(x.group[6:])].unit[int(x.block[6:])] for x in slots] == [*blocks]
 
 
 def _gradients(**changes):
@@ -137,12 +135,11 @@ def test_recomputed_blocks_save_memory_also_outside_a_loop():
     assert temp_bytes("block") < 0.7 * temp_bytes("none")
 
 
-@pytest.mark.parametrize("remat", ["none", "block"])
-def test_twenty_four_layers_are_compiled_as_one_unit(remat):
-    deep = _products(24, (0, 6, 12, 18), remat=remat)
-    assert deep == _products(12, (0, 6), remat=remat)
-    assert deep < 1.1 * _products(6, (0,), remat=remat, scans_layers=False)
-    assert _products(24, (7,), remat=remat) == _products(16, (7,), remat=remat)  # a block each
+def test_twenty_four_layers_are_compiled_as_one_unit():
+    deep = _products(24, (0, 6, 12, 18))
+    assert deep == _products(12, (0, 6))
+    assert deep < 1.1 * _products(6, (0,), scans_layers=False)
+    assert _products(24, (7,)) == _products(16, (7,))  # a block each
 
 
 def test_copies_of_a_unit_are_drawn_apart():
@@ -150,41 +147,6 @@ def test_copies_of_a_unit_are_drawn_apart():
     weight = model.group_0.block_0.mlp.gate[...]
     assert weight.shape == (2, 8, 12)
     assert 0.01 < float(jnp.std(weight[0] - weight[1])) < 0.05
-
-
-@pytest.mark.parametrize("has_tied_head", [True, False])
-def test_every_parameter_names_its_axes(has_tied_head):
-    config = _config(
-        has_tied_head=has_tied_head, has_qk_norm=True, fast_layers=(1,), precision=Precision()
-    )
-    params = dict(nnx.to_flat_state(nnx.state(_abstract(config), nnx.Param)))
-    axes = {path: variable.get_metadata("axes") for path, variable in params.items()}
-    for path, names in axes.items():
-        assert len(names) == len(params[path].shape), path
-        assert set(names) <= set(LOGICAL_AXES), path
-        assert names.index("layers") == 0 if path[0].startswith("group_") else "layers" not in names
-    assert axes["embedding",] == ("vocab", "embed")
-    assert axes["group_1", "block_0", "mlp", "down"] == ("layers", "mlp", "embed")
-    assert axes["group_1", "block_0", "mlp", "teacher_conv"] == ("layers", "taps", "mlp")
-    assert axes["group_0", "block_0", "mixer", "key"] == ("layers", "embed", "kv_heads")
-    assert (("head",) in axes) != has_tied_head
-
-
-def test_a_tied_head_is_the_embedding(float64):
-    shared = {"num_layers": 1, "fast_layers": ()}
-    tied, untied = _model(**shared), _model(has_tied_head=False, **shared)
-    assert_same(tied.head_weight(), tied.embedding[...])
-    assert_same(untied.head_weight(), untied.head[...])
-    for path in ("group_0", "final_norm"):
-        setattr(untied, path, getattr(tied, path))
-    untied.embedding[...] = untied.head[...] = tied.embedding[...]
-    (logits, gradient, _), (same, apart, _) = (
-        value_and_gradients(model, lambda m, x: m(x), jnp.asarray(TOKENS))
-        for model in (tied, untied)
-    )
-    assert logits.shape == (*TOKENS.shape, V)
-    assert_close(same, logits)
-    assert_close(apart["embedding"] + apart["head"], gradient["embedding"])
 
 
 def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
@@ -241,12 +203,11 @@ def _found(layers=LAYERS, **changes):
     return model, jax.tree.map(lambda x: x.astype(float), found)
 
 
-def test_every_layer_reports_its_own_distances_in_order_unrolled_and_recomputed_too(float64):
+def test_every_layer_reports_its_own_distances_in_order_unrolled_too(float64):
     """Against the block of the layer alone, on what the block before it leaves."""
     _, scanned = _found()
     assert scanned.off.shape == (2, *TOKENS.shape)
-    for changes in ({"scans_layers": False}, {"remat": "block"}, {"remat": "none"}):
-        assert_close(_found(**changes)[1], scanned)
+    assert_close(_found(scans_layers=False)[1], scanned)
     model, found = _found(num_layers=2, fast_layers=(0, 1), scans_layers=False)
     h = model.embedding[...][jnp.asarray(TOKENS)]
     graph, params = nnx.split(model.group_0)
@@ -256,13 +217,6 @@ def test_every_layer_reports_its_own_distances_in_order_unrolled_and_recomputed_
         h, expected = block.forward(h, row)
         expected = jax.tree.map(lambda x: x.astype(float), expected)
         assert_close(jax.tree.map(lambda x, i=layer: x[i], found), expected)
-
-
-def test_only_methods_with_a_teacher_have_distances():
-    for method in ("swa", "ipttt", "lact"):
-        assert layers_with_teacher(config_of(method)) == []
-    assert layers_with_teacher(config_of("ipttcd", **LAYERS)) == [0, 2]
-    assert layers_with_teacher(config_of("ipttcd_ideal")) == [0]
 
 
 def test_a_forward_that_is_not_measured_computes_nothing_for_it(float64):

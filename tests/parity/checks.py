@@ -32,7 +32,7 @@ from ttcd_jax.errors import DataError
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.interop import checkpoint as reference
 from ttcd_jax.interop.reference_config import transformer_config
-from ttcd_jax.memory.delta_rule import delta_rule, l2_normalize_inside
+from ttcd_jax.memory.delta_rule import DeltaMemory, DeltaWrites, l2_normalize_inside
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import Block
@@ -53,7 +53,7 @@ from ttcd_jax.train.state import abstract_params
 
 def check_layer(golden: Golden, dtype: str) -> Comparison:
     """Kinds *_mlp (y, y_plain), *_layer (a mixer's y) and *_block (y), and all gradients."""
-    part = golden.kind.split("_")[-1]
+    part, arrays = golden.kind.split("_")[-1], golden.arrays
     config = published_config(golden, dtype)
 
     def layer(config: TransformerConfig) -> Any:
@@ -62,41 +62,40 @@ def check_layer(golden: Golden, dtype: str) -> Comparison:
 
     names = layer(config).reference_names
     # Raises `KeyError` for an unknown name.
-    items = [(*names[name], value) for name, value in golden.group("param.").items()]
+    items = ((*names[name], value) for name, value in golden.group("param.").items())
     flat = {path: reference.LAYOUTS[kind].to_ours(value) for path, kind, value in items}
     params = unflatten_dict(flat, sep="/")
+    given = [x for x in ("in.hidden", "in.x", "in.t") if x in arrays]
 
-    def load(config: TransformerConfig, dtype: str) -> nnx.Module:
+    def load(config: TransformerConfig, dtype: str) -> tuple[nnx.Module, tuple[jax.Array, ...]]:
         target = layer(config)
         build = functools.partial(Block, target) if part == "block" else target.build
-        return with_params(build, params, dtype)
+        inputs = tuple(jnp.asarray(arrays[name], dtype) for name in given)
+        return with_params(build, params, dtype), inputs
 
-    hidden = ("in.hidden",) if "in.hidden" in golden.arrays else ("in.x",)
-    given = ("in.x", "in.t") if part == "mlp" else hidden
-    inputs = tuple(jnp.asarray(golden.arrays[name], dtype) for name in given)
-    run = _with_plain if part == "mlp" else _alone
-    y, d_params, d_inputs, ours = value_and_pull(
-        run, load(config, dtype), inputs, golden.arrays["in.G"]
-    )
-    ours |= {"out.y": y}
-    ours |= {f"grad_{name}": gradient for name, gradient in zip(given, d_inputs, strict=True)}
+    y, d_params, d_inputs, ours = value_and_pull(_outputs, *load(config, dtype), arrays["in.G"])
+    ours |= {"out.y": y} | {f"grad_{x}": dx for x, dx in zip(given, d_inputs, strict=True)}
     flat = by_name(jax.device_get(d_params))
     for name, (path, layout) in names.items():
         if path in flat:
             ours[f"grad.{name}"] = reference.LAYOUTS[layout].to_theirs(np.asarray(flat[path]))
     result = worst(ours, golden, dtype)
-    if "out.y_bf16ns" not in golden.arrays:
+    if "out.y_bf16ns" not in arrays:
         return result
     # The memory, and with it Newton-Schulz, in bfloat16, all else in float32: the same program
     # for either `dtype`, compiled once.
     with jax.enable_x64(False):
-        narrow = load(config.replace(precision=Precision(state="bfloat16")), "float32")
-        wide = (jnp.asarray(golden.arrays[name], "float32") for name in given)
-        y = evaluate(type(narrow).__call__, narrow, *wide)
-    theirs = golden.arrays["out.y_bf16ns"]
+        narrow, inputs = load(config.replace(precision=Precision(state="bfloat16")), "float32")
+        y = evaluate(type(narrow).__call__, narrow, *inputs)
+    theirs = arrays["out.y_bf16ns"]
     distance = np.linalg.norm(np.asarray(y, np.float64) - theirs) / np.linalg.norm(theirs)
     allowed = BFLOAT16_NEWTON_SCHULZ[golden.kind]
     return worse(result, Comparison("out.y_bf16ns", float(distance), allowed))
+
+
+def _outputs(layer: Any, *inputs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    plain = {"out.y_plain": layer.plain(inputs[0])} if hasattr(layer, "plain") else {}
+    return layer(*inputs), plain
 
 
 def model_from_reference(
@@ -112,14 +111,6 @@ def model_from_reference(
 def stacked_params(rows: dict[str, Any], config: TransformerConfig) -> reference.Params:
     """Parameters by their names on disk as those of a model. `rows` is emptied."""
     return unflatten_dict(stacked(config, rows, by_name(abstract_params(config))), sep="/")
-
-
-def _with_plain(mlp: Any, x: jax.Array, t: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    return mlp(x, t), {"out.y_plain": mlp.plain(x)}
-
-
-def _alone(layer: Any, hidden: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    return layer(hidden), {}
 
 
 def check_model(golden: Golden, dtype: str) -> Comparison:
@@ -252,9 +243,10 @@ def check_delta_rule(golden: Golden, dtype: str) -> Comparison:
         q, k = x["q"], x["k"]
         if config["l2norm_inside"]:
             q, k = l2_normalize_inside(q), l2_normalize_inside(k)
-        settings: Any = {"chunk_size": _DELTA_CHUNK, "state_dtype": jnp.dtype(dtype)}
-        settings |= {"log_decay": x.get("g"), "initial_state": x.get("S0")}
-        return delta_rule(rescale * q, k, x["v"], x["beta"], **settings)
+        memory = DeltaMemory(_DELTA_CHUNK, jnp.dtype(dtype))
+        writes = DeltaWrites(k, x["v"], x["beta"], x.get("g"))
+        prepared = memory.prepared(rescale * q, writes, None, length=q.shape[1])
+        return memory.row(prepared, x.get("S0"))
 
     @jax.jit
     def differentiate(x: dict[str, jax.Array], cotangents: Any) -> tuple[Any, Any]:

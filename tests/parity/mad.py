@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.studies.mad.models import batch_scores
+from experiments.studies.mad.sweep import batch_scores
 from experiments.studies.mad.tasks import MADConfig, instances, key_value_map
 from tests.parity.golden import Comparison, Golden, worst
 from ttcd_jax.errors import DataError

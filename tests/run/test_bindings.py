@@ -109,6 +109,11 @@ def refusal(load):
             "Copy.length = %LENGTH\nTree.data = %DATA\nTree.taps = [%STEPS, 1]",
             {"data": Copy(length=5), "taps": (5, 1)},
         ),
+        (
+            "THETA = 3.0\nouter/Rope.theta = 2.0\nouter/inner/Rope.theta = %THETA\n"
+            "Tree.teacher = @outer/inner/Attention()",
+            {"teacher": Attention(rope=Rope(theta=3.0))},
+        ),
     ],
 )
 def test_values_references_scopes_and_macros_are_bound(load, text, expected):
@@ -136,58 +141,20 @@ def test_a_parameter_may_swap_a_class_the_file_configured(load):
         assert load(text, swap, "Copy.length=5").data == Copy(length=5)
 
 
-def test_loading_twice_with_other_classes_leaves_nothing_behind(load):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Rope(Config):
-        width: int = 1
-
-    assert load("Rope.theta = 3.0").attention.rope.theta == 3
-    assert load("Rope.width = 2", root=Rope).width == 2
-    assert load("").attention.rope.theta == 10_000
-
-
-def test_scopes_and_macros_mean_what_gin_means(load):
-    import gin
-
-    text = (
-        "WINDOW = 32\nAttention.window = %WINDOW\nRope.theta = 1.0\n"
-        "Attention.rope = @Rope()\nTree.attention = @Attention()\n"
-        "Tree.teacher = @outer/inner/Attention()\n"
-        "outer/Attention.window = 64\nouter/Rope.theta = 2.0\n"
-        "outer/inner/Rope.theta = 3.0\n"
-    )
-    gin.clear_config()
-    with gin.config.interactive_mode():
-        builders = [
-            gin.external_configurable(cls, name=cls.__name__, module="parity")
-            for cls in (Tree, Attention, Rope)
-        ]
-    gin.parse_config(text)
-    expected = builders[0]().to_dict()
-    gin.clear_config()
-    assert load(text).to_dict() == expected
-
-
-def test_two_classes_of_one_name_are_refused(refusal):
-    twin = dataclasses.make_dataclass("Rope", [], bases=(Config,), frozen=True, kw_only=True)
-    fields = [("own", twin), ("attention", Attention)]
-    root = dataclasses.make_dataclass("Root", fields, bases=(Config,), frozen=True, kw_only=True)
-    assert refusal("", root=root) == "two configuration classes are called Rope: rename yours"
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("Tre.steps = 1", "run.gin:1: no configuration class 'Tre'; did you mean 'Tree"),
         ("\nTree.stepz = 1", "run.gin:2: Tree has no field 'stepz'; did you mean 'ste"),
-        ("Tree:\n  stepz = 1", "run.gin:2: Tree has no field 'stepz'"),
         ("Zebra.x = 1", "'Zebra'; known are Attention, Copy, Memory, Plain, Recall, Rope, Tree"),
         ("Tree.data = @Coppy()", "class 'Coppy'; did you mean 'Copy'? (one of your own: --import="),
         ("Tree.kind = 'x'", "run.gin:1: Tree has no field 'kind': annotate it there, under @data"),
         ("Tree.data = @Copy", "run.gin:1: write @Copy(), with parentheses"),
         ("STEPS = 1\nTree.steps = %STEP", "run.gin:2: no macro %STEP is defined; did you mean"),
-        ("STEPS = 1", "run.gin:1: macro STEPS is never used: where a field that read it is bound"),
-        ("STEPS = %STEPS", "run.gin:1: macro STEPS is never used"),
+        (
+            "STEPS = %STEPS",
+            "run.gin:1: macro STEPS is never used: where a field that read it is bound",
+        ),
         ("a/Tree.steps = 1", "no effect, no Tree is built in scope 'a'; remove it"),
         ("Tree = 1", "run.gin:1: macro Tree is never used; did you mean 'Tree'"),
         ("A = %B\nB = %A\nTree.steps = %A", "contains itself: A -> B -> A"),
@@ -207,14 +174,11 @@ def test_two_classes_of_one_name_are_refused(refusal):
             "Attention.rope = @big/Rope() or Memory.rope = @big/Rope()",
         ),
         ("Tree.steps = 1 + 1", "run.gin:1: Expected newline."),
-        ("\nTree.steps 3", "run.gin:2: Couldn't parse statement, expected ':' or '='."),
         ("Tree.name = small", "run.gin:1: cannot read the value 'small'; a string needs quotes"),
         ("Tree.taps = [1,\n", "run.gin:1: unexpected EOF in multi-line statement"),
-        ("Tree.name = 'open\n", "run.gin:1: unterminated string literal"),
         ("Tree.data = Recall(n=1)", "run.gin:1: write @Recall() for Recall(...), and each field"),
         ("Tree.name = __import__('os')", "cannot read the value '__import__'"),
         ("import os", "run.gin:1: a configuration may not import 'os', only bind values"),
-        ("\nfrom __gin__ import dynamic_registration", "run.gin:2: a configuration may not import"),
         ("include '/etc/hostname'", "run.gin:1: include '/etc/hostname' leaves"),
         ("include '../outside.gin'", "run.gin:1: include '../outside.gin' leaves"),
         ("include 'link.gin'", "run.gin:1: include 'link.gin' leaves"),
@@ -233,60 +197,58 @@ def test_a_mistake_is_one_line_with_its_place(refusal, tmp_path, text, expected)
 
 
 def test_includes_are_found_beside_their_file_then_among_the_recipes(tmp_path, monkeypatch):
-    own = tmp_path / "own"
-    for folder in (own / "sub", tmp_path / "configs"):
-        folder.mkdir(parents=True)
-    (own / "sub" / "more.gin").write_text("include 'beside.gin'\nTree.steps = 5")
-    (own / "sub" / "beside.gin").write_text("Tree.name = 'beside'")
-    (own / "run.gin").write_text("include 'sub/more.gin'\ninclude 'shared.gin'")
-    (tmp_path / "configs" / "shared.gin").write_text("Tree.taps = (7,)")
-    read = read_file(own / "run.gin", tmp_path / "configs")
-    assert {(x.field, x.value) for x in read.values()} == {
-        *(("steps", 5), ("name", "beside"), ("taps", (7,)))
-    }
+    own, recipes = tmp_path / "own", tmp_path / "configs"
+    for name, text in {
+        "own/run.gin": "include 'sub/more.gin'\ninclude 'shared.gin'",
+        "own/sub/more.gin": "include 'beside.gin'\nTree.steps = 5",
+        "own/sub/beside.gin": "Tree.name = 'beside'",
+        "configs/shared.gin": "Tree.taps = (7,)",
+        "own/leaves.gin": "include '../configs/shared.gin'",
+        "own/large.gin": "Tree.steps = 1\n" * 100_000,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    read = read_file(own / "run.gin", recipes)
     monkeypatch.chdir(own)
-    params = read_params(["include 'sub/more.gin'", "include 'shared.gin'"], tmp_path / "configs")
-    assert {x.field for x in params.values()} == {"steps", "name", "taps"}
-    (own / "run.gin").write_text("include '../outside.gin'")
-    (tmp_path / "outside.gin").write_text("Tree.steps = 5")
-    with pytest.raises(UserError, match=r"run\.gin:1: include '\.\./outside\.gin' leaves .*own"):
-        read_file(own / "run.gin", tmp_path / "configs")
-    (own / "run.gin").write_bytes(b"Tree.steps = 1\n" * 100_000)
-    with pytest.raises(UserError, match="has 1500000 bytes, a configuration at most 1048576"):
-        read_file(own / "run.gin", tmp_path / "configs")
+    params = read_params(["include 'sub/more.gin'", "include 'shared.gin'"], recipes)
+    for found in (read, params):
+        values = {(x.field, x.value) for x in found.values()}
+        assert values == {("steps", 5), ("name", "beside"), ("taps", (7,))}
+    for name, words in (
+        ("leaves", r"leaves\.gin:1: include '\.\./configs/shared\.gin' leaves .*own"),
+        ("large", "has 1500000 bytes, a configuration at most 1048576"),
+    ):
+        with pytest.raises(UserError, match=words):
+            read_file(own / f"{name}.gin", recipes)
 
 
-def test_a_missing_choice_names_the_classes(refusal):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Choice(Config):
-        data: Recall | Copy
-        steps: Positive
+def test_a_missing_choice_names_the_classes_of_which_no_two_may_have_one_name(refusal):
+    def root(**fields):
+        options = {"bases": (Config,), "frozen": True, "kw_only": True}
+        return dataclasses.make_dataclass("Root", fields.items(), **options)
 
-    bindings = "Choice.data = @Recall() or @Copy(), Choice.steps = <int>"
-    assert refusal("", root=Choice) == f"Choice lacks a value; bind {bindings}"
-
-
-def test_an_error_of_validate_keeps_its_class_and_gains_its_place(load):
-    with pytest.raises(DataError, match=r"^run\.gin:2: Recall\.num_pairs is 0; it must"):
-        load("Tree.data = @Recall()\nRecall.num_pairs = 0")
+    bindings = "Root.data = @Recall() or @Copy(), Root.steps = <int>"
+    message = refusal("", root=root(data=Recall | Copy, steps=Positive))
+    assert message == f"Root lacks a value; bind {bindings}"
+    twin = dataclasses.make_dataclass("Rope", [], bases=(Config,), frozen=True, kw_only=True)
+    message = refusal("", root=root(own=twin, attention=Attention))
+    assert message == "two configuration classes are called Rope: rename yours"
 
 
-def test_a_mistake_in_a_fragment_names_the_fragment(refusal):
+def test_a_mistake_in_a_fragment_names_it_and_one_of_validate_keeps_its_class(refusal, load):
     assert refusal("include 'a.gin'", a="\nTree.stepz = 1").startswith("a.gin:2: Tree")
     message = refusal("include 'a.gin'\ninclude 'b.gin'", a="Tree.steps = 1", b="Tree.steps = 2")
     assert message.startswith("b.gin:1: Tree.steps is already bound at a.gin:1; keep one, or")
+    with pytest.raises(DataError, match=r"^run\.gin:2: Recall\.num_pairs is 0; it must"):
+        load("Tree.data = @Recall()\nRecall.num_pairs = 0")
 
 
 @pytest.mark.parametrize(
     ("param", "expected"),
     [
         ("Tree.stepz=1", "--param Tree.stepz=1: Tree has no field 'stepz'; did"),
-        ("Tree.steps='x'", "--param Tree.steps='x': Tree.steps must be int"),
-        ("Tree.name=small", "cannot read the value 'small'; a string needs quotes"),
-        ("Recall.num_pairs=2", "Recall.num_pairs has no effect"),
         ("Tree.steps", "--param Tree.steps: Couldn't parse statement"),
         ("Tree.name='\udcff'", "it is not UTF-8"),
-        ("import os", "--param import os: a configuration may not import 'os', only bind"),
         ("include 'absent.gin'", "--param include 'absent.gin': no file 'absent.gin' to include"),
     ],
 )

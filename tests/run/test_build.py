@@ -3,6 +3,7 @@ the one that its data make."""
 
 from pathlib import Path
 
+import corpora
 import jax
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from jax.sharding import AbstractMesh
 from small_models import RECALL, config_of, run_config
 
 from ttcd_jax import BatchesConfig, RunConfig
-from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.run import build, layout
@@ -99,19 +99,18 @@ def test_batches_of_the_caller_are_compared_between_processes(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["recall", "batches", "text", "mixture"])
 def test_only_data_that_pack_documents_have_segment_ids(tmp_path, kind):
-    (tmp_path / "text.txt").write_text("a document of several rows of text " * 4)
-    corpus = CorpusConfig(kind="text", path=str(tmp_path / "text.txt"), validation_percent=0)
-    text = TextConfig(corpus=corpus, tokenizer=TokenizerConfig(kind="byte"), seq_len=15)
+    texts = ["a document of several rows of text " * 4]
+    corpus = corpora.text_folder(tmp_path, texts, validation_percent=0)
+    text = TextConfig(corpus=corpus, tokenizer=TokenizerConfig(), seq_len=15)
     mixture = MixtureConfig(parts=(text, text), seq_len=15)
     kinds = {"recall": RECALL, "batches": BatchesConfig(seq_len=15), "text": text}
     data = (kinds | {"mixture": mixture})[kind]
     model = config_of("ipttcd", vocab_size=max(data.vocab_size, 8))
     config = run_config(model, data=data, batch_size=4)
-    mesh = layout.run_mesh(config)
     make = (lambda step: [np.ones((4, 16), int)]) if kind == "batches" else None
     batches, _ = build.build_data(config, range(4), make)
     ((_, batch),) = batches.iterate(0, 1)
-    program = build.Program(config, mesh)
+    program = build.Program(config)
     placed, planned = program.placed(batch), program.batch
     assert ("segment_ids" in planned) == (kind in ("text", "mixture"))
     facts = [jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), x) for x in (placed, planned)]

@@ -3,8 +3,10 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import commands
+import corpora
 import pytest
 import tiny_run
 from checks import refused
@@ -12,7 +14,7 @@ from small_models import run_config
 
 from ttcd_jax import RunConfig
 from ttcd_jax.data.tokenizer import train_tokenizer
-from ttcd_jax.errors import CheckpointError
+from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.sharding.mesh import MeshConfig
 
@@ -68,21 +70,22 @@ def test_the_flags_that_a_refusal_prints_change_the_run(tmp_path):
         {"step": 8, "field": "RunConfig.steps", "old": 8, "new": 12},
     ]
     assert "STEPS=12" in (tmp_path / "config.gin").read_text()
-    for again in (longer, (*longer, *flags)):
-        assert "is complete at step 12" in commands.output(*again)
+    assert "is complete at step 12" in commands.output(*longer, *flags)
     shorter = "launch", *tiny_run.flags(*RECALL, "STEPS=4", "ScheduleConfig.peak=2e-2"), run_dir
     message = commands.refused(*shorter, "--change=RunConfig.steps")
     assert "RunConfig.steps 4 is below the 12 steps that " in message
     assert RunDirectory(tmp_path).read_config()["steps"] == 12
 
 
-def test_a_field_is_named_as_in_gin_or_by_its_path(claim):
+def test_a_field_is_named_as_in_gin_or_by_its_path_and_the_layout_changes_freely(claim):
     claim(CONFIG)
     claim(CONFIG.replace(log_every=3), None, "log_every")
     optimizer = CONFIG.optimizer.replace(clip_norm=0.5)
-    directory = claim(
-        CONFIG.replace(optimizer=optimizer), None, "OptimizerConfig.clip_norm", "log_every"
-    )
+    names = "OptimizerConfig.clip_norm", "log_every"
+    changed = CONFIG.replace(optimizer=optimizer)
+    directory = claim(changed, None, *names)
+    model = CONFIG.model.replace(remat="block", scans_layers=False)
+    claim(changed.replace(model=model, accumulation_steps=1, mesh=MeshConfig(fsdp=1)))
     assert [(x["field"], x["old"], x["new"]) for x in _changes(directory)] == [
         ("RunConfig.log_every", 10, 3),
         ("OptimizerConfig.clip_norm", 1.0, 0.5),
@@ -90,19 +93,12 @@ def test_a_field_is_named_as_in_gin_or_by_its_path(claim):
     ]
 
 
-def test_the_layout_changes_freely(claim):
-    directory = claim(CONFIG)
-    model = CONFIG.model.replace(remat="block", scans_layers=False)
-    claim(CONFIG.replace(model=model, accumulation_steps=1, mesh=MeshConfig(fsdp=1)))
-    assert not _changes(directory)
-    refused("model.num_layers", claim, CONFIG.replace(model=model.replace(num_layers=3)))
-
-
-def test_a_directory_of_another_command_is_refused(tmp_path):
-    RunDirectory(tmp_path).claim({"type": "MADSweepConfig", "recipe": 1}, None, {})
-    message = commands.refused("launch", *tiny_run.flags(*RECALL), f"--run_dir={tmp_path}")
-    assert "a run of another configuration: type: MADSweepConfig -> RunConfig, recipe: 1" in message
-    assert "; choose another --run_dir" in message
+def test_a_directory_of_another_command_and_a_name_without_a_field_are_refused(claim, tmp_path):
+    with pytest.raises(UserError, match="no field; did you mean 'steps'"):
+        claim(CONFIG, None, "steps.x")
+    RunDirectory(tmp_path / "run").claim({"type": "MADSweepConfig", "recipe": 1}, None, {})
+    words = "a run of another configuration: type: MADSweepConfig -> RunConfig, recipe: 1 -> None, "
+    refused(f"{words}|; choose another --run_dir", claim, CONFIG)
 
 
 def test_what_makes_another_run_is_refused_though_named(claim):
@@ -123,20 +119,10 @@ def test_what_makes_another_run_is_refused_though_named(claim):
         assert path.read_bytes() == before
 
 
-def test_a_name_without_a_field_is_refused_in_new_runs_too(claim):
-    for _ in range(2):
-        words = "=steps.x names no field; did you mean 'steps'?"
-        refused(words, claim, CONFIG, None, "steps.x")
-        claim(CONFIG)
-
-
 def test_moved_text_goes_on_and_changed_text_does_not(tmp_path):
-    text = tmp_path / "old" / "text"
-    text.mkdir(parents=True)
-    for number in range(40):
-        (text / f"{number}.txt").write_text(f"some words on line {number}\n" * 50)
-    tokenizer = train_tokenizer([b"some words on a line"], 258)
-    (text.parent / "tokenizer.json").write_text(tokenizer)
+    text = corpora.text_folder(tmp_path / "old" / "text", ["some words on a line\n" * 50] * 40)
+    old, moved = Path(text.path).parent, tmp_path / "moved"
+    (old / "tokenizer.json").write_text(train_tokenizer([b"some words on a line"], 258))
 
     def line(folder):
         places = f"TEXT='{folder / 'text'}'", f"TokenizerConfig.path='{folder / 'tokenizer.json'}'"
@@ -144,20 +130,18 @@ def test_moved_text_goes_on_and_changed_text_does_not(tmp_path):
         flags = tiny_run.flags("text.gin", *sizes, *places)
         return "launch", *flags, f"--run_dir={tmp_path / 'run'}"
 
-    commands.output(*line(text.parent))
-    moved = text.parent.rename(tmp_path / "moved")
+    commands.output(*line(old))
+    old.rename(moved)
     assert "is complete at step 4" in commands.output(*line(moved))
     directory = RunDirectory(tmp_path / "run")
     data = directory.read_part("data")
     assert data["corpus"]["path"] == str(moved / "text")
     assert data["tokenizer"]["path"] == str(moved / "tokenizer.json")
-    assert [x["field"] for x in _changes(directory)] == [
-        "CorpusConfig.path",
-        "TokenizerConfig.path",
-    ]
-    arguments = f"--run_dir={directory.path}", "--task=ppl", "--max_rows=2"
-    assert "written to" in commands.output("evaluate", *arguments)
-    for number, name in enumerate(("text/7.txt", "tokenizer.json")):
+    fields = [x["field"] for x in _changes(directory)]
+    assert fields == ["CorpusConfig.path", "TokenizerConfig.path"]
+    task = f"--run_dir={directory.path}", "--task=ppl", "--max_rows=2"
+    assert "written to" in commands.output("evaluate", *task)
+    for number, name in enumerate(("text/07.txt", "tokenizer.json")):
         changed = shutil.copytree(moved, tmp_path / str(number))
         with (changed / name).open("a") as file:
             file.write("\n")

@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 
 import commands
+import corpora
 import pytest
 import tiny_run
 from checks import files_of_at_most, refused
@@ -97,20 +98,14 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog,
     assert (tmp_path / "folder" / "part").exists()
 
 
-def test_metrics_that_are_no_regular_file_are_one_line(tmp_path):
+def test_files_and_folders_of_another_kind_are_refused_in_one_line_and_stay(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "zero").symlink_to("/dev/zero")
     for name in ("metrics.jsonl", "zero"):
         words = f"{name} is no regular file; move it away"
         refused(words, read_metrics, tmp_path / name, error=DataError)
-
-
-def test_a_run_directory_whose_name_is_not_utf8_is_refused(tmp_path):
     name = os.fsdecode(os.fsencode(tmp_path) + b"/run\xff")
     refused("not UTF-8: choose another, or set LC_ALL=C.UTF-8", RunDirectory, name)
-
-
-def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lock").symlink_to(tmp_path / "mine")
@@ -148,8 +143,7 @@ def test_a_folder_of_another_kind_is_never_claimed_and_keeps_no_lock(tmp_path, n
 
 
 def test_a_run_directory_in_its_own_corpus_is_no_document(tmp_path):
-    for number in range(4):
-        (tmp_path / f"{number}.txt").write_text("some words on a line\n" * 50)
+    corpora.text_folder(tmp_path, ["some words on a line\n" * 50] * 4)
     sizes = "STEPS=4", f"TEXT='{tmp_path}'", "CorpusConfig.glob='**/*'", "TextConfig.seq_len=16"
     line = "launch", *tiny_run.flags("text.gin", *sizes), f"--run_dir={tmp_path / 'runs' / 'own'}"
     assert commands.run(*line).stderr == ""

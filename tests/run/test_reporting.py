@@ -1,7 +1,6 @@
 """What a run says of its steps; tests/soak kills it and tears its records."""
 
 import json
-import sys
 import time
 from types import SimpleNamespace
 
@@ -11,23 +10,7 @@ import pytest
 
 from ttcd_jax.run import reporting
 from ttcd_jax.run.reporting import read_metrics
-from ttcd_jax.terminal import Progress
 from ttcd_jax.train.watchdog import Watchdog
-
-
-def test_a_log_gets_one_line_per_report(capsys, monkeypatch):
-    clock = iter((0.0, 50.0, 60.0))
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    progress = Progress(sys.stdout, 20, 0)
-    for step, record in (
-        (1, {"loss": 1.5, "tokens_per_second": 1234.5, "memory_ratio/0": 0.25}),
-        (5, {"loss": 1.0, "tokens_per_second": 1000.0, "mfu": 0.5}),
-    ):
-        reporting._show(progress, step, progress.left(step), 20, record)
-    assert capsys.readouterr().out.splitlines() == [
-        "step  1/20  loss 1.5000  1,234 tokens/s  15:50 left  |eta S|/|W| 0.250",
-        "step  5/20  loss 1.0000  1,000 tokens/s  0:38 left  MFU 50.0%",
-    ]
 
 
 def test_what_a_run_says_of_its_speed_is_that_of_the_clock(tmp_path, capsys, monkeypatch, caplog):

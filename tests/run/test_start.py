@@ -20,7 +20,7 @@ from ttcd_jax.run.directory import RunDirectory, load_params
 from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.run.start import inherited_model, plan_start, started_state
 from ttcd_jax.train.checkpoint import Checkpoints
-from ttcd_jax.train.layers_on_disk import by_name, stored_params
+from ttcd_jax.train.layers_on_disk import by_name, stored_params, unstacked
 from ttcd_jax.train.optimizer import ScheduleConfig
 from ttcd_jax.train.state import with_params
 
@@ -45,9 +45,8 @@ def _config(model, **changes) -> RunConfig:
 
 @pytest.fixture(scope="module", autouse=True)
 def mesh():
-    mesh = run_mesh(_config(PLAIN))
-    with jax.set_mesh(mesh):
-        yield mesh
+    with jax.set_mesh(run_mesh(_config(PLAIN))):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,7 @@ def run_of(mesh, tmp_path_factory):
         directory = RunDirectory(tmp_path_factory.mktemp("runs"))
         directory.claim(config.to_dict(), "", {})
         with contextlib.closing(Checkpoints(directory.checkpoints, model=model)) as checkpoints:
-            checkpoints.save(3, dict(build.Program(config, mesh).fresh_state()))
+            checkpoints.save(3, dict(build.Program(config).fresh_state()))
         return directory.path
 
     return run_of
@@ -84,7 +83,7 @@ def logits(model, params):
 
 
 def test_parameters_are_float32_unless_bound_by_name_and_lose_no_small_step(
-    run_of, mesh, tmp_path, caplog
+    run_of, tmp_path, caplog
 ):
     narrow = PLAIN.replace(precision=Precision(param="bfloat16", compute="bfloat16"))
     source = str(run_of(narrow))
@@ -96,7 +95,7 @@ def test_parameters_are_float32_unless_bound_by_name_and_lose_no_small_step(
     assert "parameters and moments are bfloat16" in caplog.text
     adamw = OptimizerConfig(schedule=ScheduleConfig(peak=1e-5))
     config = _config(model, start_from=source, optimizer=adamw)
-    program = build.Program(config, mesh)
+    program = build.Program(config)
     _, _, state = started_state(program)
     before = {name: np.asarray(x) for name, x in by_name(state["params"]).items()}
     rows, _ = config.data.rows(0)
@@ -133,22 +132,26 @@ def test_layers_are_stored_one_by_one_with_their_moments(run_of):
     assert {name.partition("/layers/")[2] for name in rest} - {""} == stored
 
 
-@pytest.mark.parametrize("fast_layers", [(0, 3), (0, 1, 4), tuple(range(6))])
-@pytest.mark.parametrize("method", GROWN)
-@pytest.mark.parametrize("window", [8, None])
+@pytest.mark.parametrize(
+    ("method", "fast_layers", "window"),
+    [
+        *(("ipttcd", (0, 1, 4), 8), ("ipttcd", tuple(range(6)), None)),
+        *(("ipttt", (0, 3), 8), ("ipttt", (0, 1, 4), None)),
+    ],
+)
 def test_a_plain_run_grows_and_its_first_logits_are_the_same_to_the_bit(
-    run_of_window, mesh, method, fast_layers, window
+    run_of_window, method, fast_layers, window
 ):
     model, run_dir, trained = run_of_window[window]
     grown = model.replace(
         method=method, fast_layers=fast_layers, scans_layers=window is None, **GROWN[method]
     )
-    step, _, state = started_state(build.Program(_config(grown, start_from=run_dir), mesh))
+    step, _, state = started_state(build.Program(_config(grown, start_from=run_dir)))
     assert step == 3
     np.testing.assert_array_equal(logits(grown, state["params"]), trained)
 
 
-def test_what_is_lacking_is_drawn_as_a_fresh_run_draws_it_and_listed(plain, mesh):
+def test_what_is_lacking_is_drawn_as_a_fresh_run_draws_it_and_listed(plain):
     model = PLAIN.replace(method="ipttcd", fast_layers=(0, 1, 4), memory=IDENTITY)
     config = _config(model, start_from=plain, seed=5)
     plan = plan_start(config)
@@ -156,8 +159,8 @@ def test_what_is_lacking_is_drawn_as_a_fresh_run_draws_it_and_listed(plain, mesh
     assert len(plan.taken) == len(stored_params(PLAIN))
     assert "initialised: layers/0,1,4/mlp/proj" in plan.lines()
     assert len(plan.lines()) == 4  # P, the rate, two convolutions
-    state = started_state(build.Program(config, mesh))[-1]
-    fresh = build.Program(config, mesh).fresh_state()
+    state = started_state(build.Program(config))[-1]
+    fresh = build.Program(config).fresh_state()
     assert state["params"]["group_0"]["block_0"]["mlp"]["proj"].shape == (2, 16, 16)
     ours, theirs = (by_name(x["params"]) for x in (state, fresh))
     assert ours.keys() == theirs.keys()
@@ -168,31 +171,25 @@ def test_what_is_lacking_is_drawn_as_a_fresh_run_draws_it_and_listed(plain, mesh
     assert state["step"] == 0
 
 
-def test_what_is_left_over_is_refused_unless_allowed_by_name(run_of, mesh):
+def test_what_is_left_over_or_has_another_shape_is_refused_unless_allowed_by_name(run_of):
     fast = PLAIN.replace(method="ipttcd", fast_layers=(0, 3), memory=IDENTITY)
     run_dir = str(run_of(fast))
-    config = _config(PLAIN, start_from=run_dir)
-    words = "8 only in the checkpoint: layers/0/mlp/proj|RunConfig.start_drops"
-    refused(words, plan_start, config, error=CheckpointError)
+    config = _config(PLAIN.replace(vocab_size=11), start_from=run_dir)
     drops = ("layers/*/mlp/proj", "layers/*/mlp/rate", "*_conv")
-    config = config.replace(start_drops=drops)
-    plan = plan_start(config)
-    assert (len(plan.dropped), plan.initialised) == (8, ())
-    assert "dropped: layers/0,3/mlp/rate" in plan.lines()
-    state = started_state(build.Program(config, mesh))[-1]
-    assert_same(state["params"]["embedding"], load_params(run_dir).params["embedding"])
+    words = "8 only in the checkpoint: layers/0/mlp/proj|RunConfig.start_drops"
+    refused(words, plan_start, config.replace(start_drops=("embedding",)), error=CheckpointError)
+    words = "another shape: embedding (8, 16) not (11, 16)"
+    refused(words, plan_start, config.replace(start_drops=drops), error=CheckpointError)
     words = "'layers/*/prj' names no parameter of |layers/0,1,2,3"
     refused(words, plan_start, config.replace(start_drops=(*drops, "layers/*/prj")))
-
-
-def test_another_shape_is_refused_with_both_and_may_be_drawn_anew(plain, mesh):
-    config = _config(PLAIN.replace(vocab_size=11), start_from=plain)
-    words = "another shape: embedding (8, 16) not (11, 16)"
-    refused(words, plan_start, config, error=CheckpointError)
-    config = config.replace(start_drops=("embedding",))
-    assert plan_start(config).lines() == ["initialised: embedding", "dropped: embedding"]
-    params = started_state(build.Program(config, mesh))[-1]["params"]
-    assert params["embedding"].shape == (11, 16)
+    config = config.replace(start_drops=(*drops, "embedding"))
+    plan = plan_start(config)
+    assert (len(plan.dropped), plan.initialised) == (9, ("embedding",))
+    assert {"initialised: embedding", "dropped: layers/0,3/mlp/rate"} < {*plan.lines()}
+    params, stored = started_state(build.Program(config))[-1]["params"], load_params(run_dir)
+    ours, theirs = unstacked(config.model, by_name(params)), unstacked(fast, by_name(stored.params))
+    assert ours["embedding"].shape == (11, 16)
+    assert_same(ours["layers/0/mlp/down"], theirs["layers/0/mlp/down"])
 
 
 def test_a_run_of_an_older_format_and_a_seed_outside_32_bits_are_refused(plain, tmp_path):

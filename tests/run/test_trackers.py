@@ -6,6 +6,7 @@ import shutil
 import struct
 
 import commands
+import numpy as np
 import pytest
 import tiny_run
 from checks import refused
@@ -13,8 +14,10 @@ from small_models import config_of, run_config
 from wandb.proto.wandb_internal_pb2 import Record
 
 from ttcd_jax import Precision, train_run
-from ttcd_jax.run.reporting import MetricFiles
+from ttcd_jax.run.directory import METRICS
+from ttcd_jax.run.reporting import MetricFiles, read_metrics, reporter
 from ttcd_jax.run.trackers import Guarded, named
+from ttcd_jax.train.watchdog import Watchdog
 
 MODEL = config_of("ipttcd", num_layers=1, precision=Precision())
 CONFIG = run_config(MODEL, steps=5, log_every=1, checkpoint_every=4)
@@ -52,17 +55,17 @@ def test_a_tracker_of_the_user_receives_every_record(tmp_path):
     assert [step for step, *_ in tiny_run.losses(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
 
-ORDER = ["start", "write", "write", "close"]
-
-
 @pytest.mark.parametrize("error", [RuntimeError("no\nkey"), SystemExit(3)])
 @pytest.mark.parametrize("method", ["start", "write", "close"])
 def test_a_tracker_that_fails_is_one_warning_and_gets_no_more_calls(
     method, error, tmp_path, caplog
 ):
-    tracker = _Own(method, error)
-    assert train_run(CONFIG.replace(steps=2), tmp_path, trackers=[tracker]).step == 2
-    assert [call[0] for call in tracker.calls] == ORDER[: ORDER.index(method) + 1]
+    tracker, order = _Own(method, error), ["start", "write", "write", "close"]
+    with reporter(CONFIG, tmp_path, 0, [tracker], Watchdog(1)) as ((callback,), _):
+        for step in (1, 2):
+            callback.call(step, {"loss": np.ones(()), "data_seconds": np.zeros(())})
+    assert [call[0] for call in tracker.calls] == order[: order.index(method) + 1]
+    assert [record["step"] for record in read_metrics(tmp_path / METRICS)] == [1, 2]
     (message,) = (x for x in caplog.messages if "tracker" in x)
     cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
     assert message == f"tracker _Own failed ({cause}): the run goes on without it"
@@ -110,12 +113,12 @@ def _records(run_dir):
 
 def test_weights_and_biases_offline_has_each_step_once_after_a_kill(tmp_path):
     run_dir = tmp_path / "project" / "run"
-    bindings = "STEPS=300", "RunConfig.trackers=('wandb',)", "RunConfig.checkpoint_every=100"
+    bindings = "STEPS=90", "RunConfig.trackers=('wandb',)", "RunConfig.checkpoint_every=30"
     sizes = tiny_run.flags("recall.gin", *tiny_run.RECALL, *bindings)
     line = "launch", *sizes, f"--run_dir={run_dir}"
     environment = commands.cpu_environment(MY_TOKEN="hunter2")
     process = commands.start(*line, env=environment)
-    tiny_run.wait_for_step(run_dir, 150, process)
+    tiny_run.wait_for_step(run_dir, 45, process)
     process.kill()
     process.wait()
     killed_at = tiny_run.losses(run_dir)[-1][0]
@@ -133,7 +136,7 @@ def test_weights_and_biases_offline_has_each_step_once_after_a_kill(tmp_path):
     steps = [row["_step"] for row in rows]
     assert len(steps) == len(set(steps))
     # A kill loses at most what was not on disk yet.
-    assert {*range(killed_at + 1, 301)} <= {*steps} <= {*range(1, 301)}
+    assert {*range(killed_at + 1, 91)} <= {*steps} <= {*range(1, 91)}
     losses = {step: loss for step, loss, _ in tiny_run.losses(run_dir)}
     assert [row["loss"] for row in rows] == [losses[step] for step in steps]
     written = b"".join(path.read_bytes() for path in run_dir.rglob("*") if path.is_file())

@@ -20,7 +20,6 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
@@ -41,22 +40,16 @@ def main(argv: list[str]) -> None:
     os.environ |= {"JAX_PLATFORMS": "cpu"}  # before jax is imported
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "programs"))
     os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
-    from tests.soak.faults import FAULTS
+    from ttcd_kernels.table import format_table
+
+    from tests.soak.faults import FAULTS, Unavailable, drawn
+    from tests.soak.run import Broken, Chain
     from ttcd_jax.errors import UserError
 
     kinds = FLAGS.kind or list(FAULTS)
     if unknown := set(kinds) - set(FAULTS):
         raise UserError(f"--kind: {unknown.pop()!r} is none of {', '.join(FAULTS)}")
-    _soak(folder, kinds)
-
-
-def _soak(folder: Path, kinds: Sequence[str]) -> None:
-    from ttcd_kernels.table import format_table
-
-    from tests.soak.faults import FAULTS, Unavailable, drawn
-    from tests.soak.run import Broken, Chain
-
-    chain, outcomes, name = Chain(folder), {kind: [] for kind in kinds}, ""
+    chain, outcomes = Chain(folder), {kind: [] for kind in kinds}
     for number in range(FLAGS.first, FLAGS.first + FLAGS.faults):
         kind, rng = drawn(kinds, FLAGS.seed, number)
         name, since = f"fault {number} ({kind})", time.monotonic()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGTERM
+from typing import Any
 
 from tests.soak.run import STOPPED, Broken, Fault, Inject, Job, Run
 from ttcd_jax.run.directory import METRICS
@@ -30,6 +31,11 @@ def drawn(kinds: Sequence[str], seed: int, number: int) -> tuple[str, random.Ran
     return order[place], random.Random(f"{seed}:{number}")
 
 
+def _started(*params: str, **options: Any) -> Inject:
+    """The run with other bindings and options."""
+    return lambda run, rng: run.start(*params, **options)
+
+
 def _at(moment: str, *names: str, most: int = 1, delay: float = 0.0, stops: int = 0) -> Inject:
     """Signals after a moment has come once or up to `most` times, and up to `delay` seconds; the
     run stops after so many steps."""
@@ -37,16 +43,28 @@ def _at(moment: str, *names: str, most: int = 1, delay: float = 0.0, stops: int 
     def inject(run: Run, rng: random.Random) -> Job:
         fault = ("signals", moment, rng.randint(1, most), rng.uniform(0, delay), *names)
         texts = [f"at step {run.newest + stops}, checkpoint saved"] if stops else ()
-        return run.start(faults={0: fault}, stop=6 if "USR" in names[0] else 99, texts=texts)
+        return run.start(fault=fault, stop=6 if "USR" in names[0] else 99, texts=texts)
 
     return inject
+
+
+def _killed(run: Run, moment: str, count: int, *params: str) -> None:
+    fault = ("signals", moment, count, 0, "SIGKILL")
+    run.start(*params, fault=fault, stop=99).end(-SIGKILL)
+
+
+def _stopped(run: Run, step: int) -> Job:
+    """The run stopped by SIGSTOP at a step."""
+    job = run.start(fault=("signals", "step", step, 0, "SIGSTOP"), stop=99)
+    job.wait_for_stop()
+    return job
 
 
 def _claim(run: Run, rng: random.Random) -> Job:
     """Killed before each file of a new run directory has its name, one after the other."""
     names = ["environment.json", "data.json", "config.gin", "config.json"]
     for count in range(1, 5):
-        run.end(run.start(faults={0: ("signals", "claim", count, 0, "SIGKILL")}), -SIGKILL)
+        _killed(run, "claim", count)
         found = {path.name for path in run.path.glob("[!.]*")}
         if found != {"lock", *names[: count - 1]}:
             raise Broken(f"{run.path} has {found} when it is killed at file {count}")
@@ -68,17 +86,16 @@ def _next_evaluation(run: Run) -> tuple[int, list[str]]:
 def _stopped_in_evaluation(run: Run, rng: random.Random) -> Job:
     step, params = _next_evaluation(run)
     texts, fault = [f"at step {step + 1}, checkpoint saved"], ("evaluation", 1, 0, "SIGTERM")
-    return run.start(*params, faults={0: ("signals", *fault)}, stop=99, texts=texts)
+    return run.start(*params, fault=("signals", *fault), stop=99, texts=texts)
 
 
 def _killed_after_evaluation(run: Run, rng: random.Random) -> Job:
     """Killed between an evaluation and the next save: both are repeated."""
     (step, params), before = _next_evaluation(run), _evaluations(run)
-    count = step - run.newest + 1
-    run.end(run.start(*params, faults={0: ("signals", "step", count, 0, "SIGKILL")}), -SIGKILL)
+    _killed(run, "step", step - run.newest + 1, *params)
     *others, last = _evaluations(run)
     job = run.start(*params)
-    job.runs_until(lambda: False)
+    job.wait()
     expected = [*before, last]  # and later ones, if the run goes on beyond the next
     if others != before or last["step"] != step or _evaluations(run)[: len(expected)] != expected:
         raise Broken(f"evaluations {_evaluations(run)} do not begin with {expected}")
@@ -90,10 +107,9 @@ def _saved(run: Run, rng: random.Random) -> Job:
     start, number = run.newest, run.processes - 1
     # Not where a checkpoint is due: it would be the one that was asked for.
     count = next(n for n in range(rng.randint(1, 3), 9) if (start + n) % run.every in (1, 2))
-    job = run.start(
-        faults={number: ("signals", "step", count, 0, "SIGUSR1")}, stop=count + 3 + 2 * number
-    )
-    job.runs_until(lambda: False)
+    fault = ("signals", "step", count, 0, "SIGUSR1")
+    job = run.start(fault=fault, victims=[number], stop=count + 3 + 2 * number)
+    job.wait()
     # The metrics of a step are reported while the next one runs; several agree two steps ahead.
     if (step := start + count + 1 + 2 * number) not in run.steps(""):
         raise Broken(f"no checkpoint {step} among {run.steps('')}: {job.logs[0]}")
@@ -105,7 +121,7 @@ def _saved(run: Run, rng: random.Random) -> Job:
 
 def _small_files(run: Run, rng: random.Random) -> Job:
     size = rng.choice((100, 1000, 4000, 20_000))
-    return run.start(faults={0: ("full_disk", size)}, texts=["^error: "])
+    return run.start(fault=("full_disk", size), texts=["^error: "])
 
 
 @contextmanager
@@ -122,21 +138,19 @@ def _mounted(path: Path, *options: str | Path) -> Iterator[None]:
 def _filled(run: Run, rng: random.Random) -> Job:
     """A disk of 8 MB fills up between two steps; with room again the run goes on."""
     with _mounted(run.path, "-t", "tmpfs", "-o", "size=8m", "tmpfs"):
-        job = run.start(faults={0: ("signals", "step", 5, 0, "SIGSTOP")}, stop=99)
-        job.runs_until(job.is_stopped)
-        filler = run.path / "filler"
+        job, filler = _stopped(run, 5), run.path / "filler"
         with suppress(OSError), open(filler, "wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-        job.send(SIGCONT)
+        job.processes[0].send_signal(SIGCONT)
         job.texts = (r" was not saved: No space left on device \(it needs about ",)
-        run.end(job, 6)
+        job.end(6)
         *warnings, _ = [x for x in job.text().splitlines() if "No space left on device" in x]
         if len(warnings) > 2 or not all("cannot be written" in x for x in warnings):
             raise Broken(f"warnings {warnings} in {job.logs[0]}")
         filler.unlink()
         job = run.start()
-        job.runs_until(lambda: False)
+        job.wait()
         shutil.copytree(run.path, aside := run.folder / "aside")
     run.path.rmdir()
     aside.replace(run.path)
@@ -147,16 +161,16 @@ def _read_only(run: Run, rng: random.Random) -> Job:
     with _mounted(run.path, "--bind", "-o", "ro", run.path):
         text = r"^error: .* cannot be a run directory \(Read-only file system\): choose"
         job = run.start(texts=[text])
-        job.runs_until(lambda: False)
+        job.wait()
     return job
 
 
 def _second_trainer(run: Run, rng: random.Random) -> Job:
-    job = run.start(faults={0: ("signals", "step", 2, 0, "SIGSTOP")})
-    job.runs_until(job.is_stopped)
+    job = _stopped(run, 2)
     owner = f"process {job.processes[0].pid} on "
     run.start(texts=[f"^error: .* is in use by {owner}"]).end(2)
-    job.send(SIGCONT)
+    job.processes[0].send_signal(SIGCONT)
+    job.processes[0].send_signal(SIGTERM)
     return job
 
 
@@ -170,11 +184,9 @@ def _without_terminal(run: Run, rng: random.Random) -> Job:
     """The terminal hangs up, and nobody reads the output."""
     reader, terminal = os.pipe()
     os.close(reader)
-    fault, texts = (
-        ("step", 3, 0, "SIGHUP", "SIGHUP"),
-        [r"\A.*standard output cannot be written.*\n\Z"],
-    )
-    job = run.start(faults={0: ("signals", *fault)}, stdout=terminal, texts=texts)
+    fault = ("signals", "step", 3, 0, "SIGHUP", "SIGHUP")
+    texts = [r"\A.*standard output cannot be written.*\n\Z"]
+    job = run.start(fault=fault, stdout=terminal, texts=texts)
     os.close(terminal)
     return job
 
@@ -188,8 +200,8 @@ def _fails(status: int, error: str, text: str, end: str) -> Fault:
     """An error in a step, which a note with the last good checkpoint follows."""
 
     def inject(run: Run, rng: random.Random) -> Job:
-        job = run.start(faults={0: ("fails", 5, error, text)})
-        job.runs_until(lambda: False)
+        job = run.start(fault=("fails", 5, error, text))
+        job.wait()
         job.texts = [rf"^error: .*{end}\n\Z".format(run.newest)]
         return job
 
@@ -203,10 +215,9 @@ def _two(moment: str, name: str, last: str, *, most: int = 1, victim: int | None
         number, count = rng.randrange(2) if victim is None else victim, rng.randint(1, most)
         if moment == "step" and name == "SIGSTOP":  # not in a save, in which the watchdog waits
             count = 4 + (1 - run.newest) % run.every
-        fault = ("signals", moment, count, 0, name)
-        job = run.start(faults={number: fault}, stop=99)
-        job.runs_until(lambda: False, 1 - number)
-        job.send(SIGKILL, number)
+        job = run.start(fault=("signals", moment, count, 0, name), victims=[number], stop=99)
+        job.wait(number=1 - number)
+        job.processes[number].send_signal(SIGKILL)
         job.statuses = [(7,), (7,)]
         job.statuses[number] = (-SIGKILL,)
         found = job.text(1 - number).rstrip().rpartition("\n")[2]
@@ -221,7 +232,7 @@ def _both(statuses: Sequence[int], *fault: object, victims: Sequence[int] = (0, 
     """A fault in one of two processes or in both."""
 
     def inject(run: Run, rng: random.Random) -> Job:
-        job = run.start(faults=dict.fromkeys(victims, fault))
+        job = run.start(fault=fault, victims=victims)
         job.statuses = [(status,) for status in statuses]
         return job
 
@@ -234,25 +245,17 @@ def _locked(run: Run, rng: random.Random) -> Job:
         fcntl.flock(handle, fcntl.LOCK_EX)
         job = run.start(texts=["^error: .* is in use by"])
         job.statuses = [(2,), (7,)]
-        job.runs_until(lambda: False)
+        job.wait()
     return job
 
 
-def _moved(devices: int, *params: str, processes: int = 0) -> Inject:
-    bindings = ("RunConfig.mesh=@MeshConfig()", *params) if "Mesh" in "".join(params) else params
-    return lambda run, rng: run.start(*bindings, devices=devices, processes=processes)
-
-
-def _files(run: Run) -> list[Path]:
-    files = sorted((run.checkpoints / str(run.steps()[-1])).rglob("*"))
-    return [x for x in files if x.is_file() and x.stat().st_size]
-
-
-def _damaged(damage: Damage, is_evaluated: bool = False) -> Inject:
+def _damaged(damage: Damage, is_evaluated: bool = False) -> Fault:
     """Damages a file of the newest checkpoint: it is named, and the one before is used."""
 
     def inject(run: Run, rng: random.Random) -> Job:
-        (*_, older, newest), path = run.steps(), rng.choice(_files(run))
+        *_, older, newest = run.steps()
+        files = sorted((run.checkpoints / str(newest)).rglob("*"))
+        path = rng.choice([x for x in files if x.is_file() and x.stat().st_size])
         damage(path, rng)
         if is_evaluated:
             texts = re.escape(path.name), rf"\(step {older}, 2 rows\)"
@@ -263,7 +266,7 @@ def _damaged(damage: Damage, is_evaluated: bool = False) -> Inject:
         job.resumed = older
         return job
 
-    return inject
+    return Fault(inject, checkpoints=2)
 
 
 def _flip(path: Path, rng: random.Random) -> None:
@@ -274,6 +277,11 @@ def _flip(path: Path, rng: random.Random) -> None:
 
 def _cut(path: Path, rng: random.Random) -> None:
     path.write_bytes(path.read_bytes()[: rng.randrange(max(path.stat().st_size - 1, 1))])
+
+
+def _emptied(path: Path, rng: random.Random) -> None:
+    for child in path.iterdir():
+        shutil.rmtree(child)
 
 
 def _no_digests(run: Run, rng: random.Random) -> Job:
@@ -293,15 +301,6 @@ def _torn_metrics(run: Run, rng: random.Random) -> Job:
     return run.start(texts=[f"{2 * max(tail.count(10), 1)} of "])
 
 
-def _no_events(run: Run, rng: random.Random) -> Job:
-    """A file where the folder of TensorBoard would be."""
-    shutil.rmtree(run.path / "tensorboard")
-    (run.path / "tensorboard").write_text("a file")
-    run.end(run.start(texts=["cannot be written"]), STOPPED)
-    (run.path / "tensorboard").unlink()
-    return run.start(stop=2)
-
-
 def _leftovers(run: Run, rng: random.Random) -> Job:
     step = run.steps()[-1] + rng.randint(1, 8)
     (run.checkpoints / f"{step}.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
@@ -319,7 +318,7 @@ def _refused(find: Callable[[Run], Iterable[Path]], damage: Damage, *texts: str)
         (shutil.copytree if path.is_dir() else shutil.copy2)(path, aside)
         damage(path, rng)
         job = run.start(texts=["^error: ", *texts])
-        job.runs_until(lambda: False)
+        job.wait()
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         aside.replace(path)
         if metrics and (run.path / METRICS).read_bytes() != metrics:
@@ -329,25 +328,15 @@ def _refused(find: Callable[[Run], Iterable[Path]], damage: Damage, *texts: str)
     return inject
 
 
-def _lost(damage: Damage) -> Inject:
+def _lost(damage: Damage) -> Fault:
     texts = r"metrics\.jsonl reports \d+ steps and ", "holds no checkpoint: restore a copy, or "
-    return _refused(lambda run: [run.checkpoints], damage, *texts)
-
-
-def _emptied(path: Path, rng: random.Random) -> None:
-    for child in path.iterdir():
-        shutil.rmtree(child)
-
-
-def _other_configuration(run: Run, rng: random.Random) -> Job:
-    texts = [r"^error: .*optimizer\.beta1: 0\.9 -> 0\.8.*--run_dir"]
-    return run.start("OptimizerConfig.beta1=0.8", texts=texts)
+    return Fault(_refused(lambda run: [run.checkpoints], damage, *texts), (4,), checkpoints=3)
 
 
 def _rarely_saved(run: Run, rng: random.Random) -> Job:
     """Killed before its first checkpoint, the run goes on with more of them."""
     run.every = 1000
-    run.end(run.start(faults={0: ("signals", "step", 9, 0, "SIGKILL")}, stop=99), -SIGKILL)
+    _killed(run, "step", 9)
     run.every = 4
     return run.start(flags=("--change=RunConfig.checkpoint_every",))
 
@@ -358,16 +347,11 @@ def _records_moved(run: Run, rng: random.Random) -> Job:
     return run.start()
 
 
-def _other_records(run: Run, rng: random.Random) -> Job:
-    records, run.records = run.records, run.folder / "others"
-    job, run.records = run.start(texts=["^error: .*training data changed"]), records
-    return job
-
-
 _KILLED, _DATA = (-SIGKILL,), "ttcd_jax.errors:DataError"
 _GOES_ON = "; last good checkpoint: step {}; the same command goes on"
 _RUNTIME, _CHECKPOINT = "builtins:RuntimeError", "ttcd_jax.errors:CheckpointError"
 _INTERNAL = "INTERNAL: Out of memory allocating 64 bytes"
+_MESH = "RunConfig.mesh=@MeshConfig()"
 _LOST, _LATE = "another process was lost", "no step for "
 # Those of one process that keep its layout come last: the suite compares their run to its end.
 FAULTS = {
@@ -382,10 +366,12 @@ FAULTS = {
     "two, an error of one": _both((7, 3), "fails", 5, _DATA, "a.txt has gone", victims=(1,)),
     "two, an error of both": _both((3, 3), "fails", 5, _DATA, "a.txt has gone"),
     "two, a directory in use": Fault(_locked, checkpoints=1, processes=2),
-    "two become one": Fault(_moved(2, "MeshConfig.seq=2", processes=1), processes=2),
-    "four devices": Fault(_moved(4, "MeshConfig.data=2", "MeshConfig.seq=2")),
-    "two devices": Fault(_moved(2, "MeshConfig.tensor=2")),
-    "four parts": Fault(_moved(1, "RunConfig.accumulation_steps=4")),
+    "two become one": Fault(
+        _started(_MESH, "MeshConfig.seq=2", devices=2, processes=1), processes=2
+    ),
+    "four devices": Fault(_started(_MESH, "MeshConfig.data=2", "MeshConfig.seq=2", devices=4)),
+    "two devices": Fault(_started(_MESH, "MeshConfig.tensor=2", devices=2)),
+    "four parts": Fault(_started("RunConfig.accumulation_steps=4")),
     "kill -9 before any checkpoint": Fault(_rarely_saved, is_new=True, keep=1),
     "evaluation alongside": Fault(_evaluated, checkpoints=1, keep=1),
     "a full disk": Fault(_filled, is_new=True),
@@ -411,7 +397,7 @@ FAULTS = {
     "SIGUSR2 at the start": Fault(_at("start", "SIGUSR2")),
     "SIGUSR1": Fault(_saved, keep=3),
     "the clock jumps": Fault(  # the time limit of an Orbax save is passed
-        lambda run, rng: run.start(faults={0: ("clock", rng.randrange(999))}), (STOPPED, 4)
+        lambda run, rng: run.start(fault=("clock", rng.randrange(999))), (STOPPED, 4)
     ),
     "files that cannot grow": Fault(_small_files, (6,)),
     "a read-only disk": Fault(_read_only, (2,), checkpoints=1),
@@ -422,24 +408,19 @@ FAULTS = {
     "an error of memory, RESOURCE": _fails(6, _RUNTIME, "RESOURCE_EXHAUSTED: no memory", _GOES_ON),
     "an error of memory, INTERNAL": _fails(6, _RUNTIME, _INTERNAL, _GOES_ON),
     "an error of a checkpoint": _fails(4, _CHECKPOINT, "none is intact", "none is intact"),
-    "checkpoint: a bit": Fault(_damaged(_flip, True), checkpoints=2),
-    "checkpoint: cut": Fault(_damaged(_cut), checkpoints=2),
-    "checkpoint: a file lost": Fault(_damaged(lambda path, rng: path.unlink()), checkpoints=2),
+    "checkpoint: a bit": _damaged(_flip, is_evaluated=True),
+    "checkpoint: cut": _damaged(_cut),
+    "checkpoint: a file lost": _damaged(lambda path, rng: path.unlink()),
     "checkpoints: no digests": Fault(_no_digests, checkpoints=2),
-    "checkpoints: all lost": Fault(_lost(_emptied), (4,), checkpoints=3),
-    "checkpoints: folder lost": Fault(
-        _lost(lambda path, rng: shutil.rmtree(path)), (4,), checkpoints=3
-    ),
+    "checkpoints: all lost": _lost(_emptied),
+    "checkpoints: folder lost": _lost(lambda path, rng: shutil.rmtree(path)),
     "metrics.jsonl: torn": Fault(_torn_metrics, checkpoints=1),
-    "tensorboard: a file": Fault(_no_events, checkpoints=1),
     "unfinished files": Fault(_leftovers, checkpoints=1),
-    "another configuration": Fault(_other_configuration, (2,), checkpoints=1),
     "config or data.json: cut": Fault(
         _refused(lambda run: [run.path / f"{x}.json" for x in ("config", "data")], _cut),
         (2, 3),
         checkpoints=1,
     ),
     "records: moved": Fault(_records_moved, checkpoints=1),
-    "records: others": Fault(_other_records, (3,), checkpoints=1),
     "records: a bit": Fault(_refused(lambda run: run.records.glob("train.*"), _flip), (3,)),
 }

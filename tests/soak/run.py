@@ -7,11 +7,9 @@ import os
 import random
 import re
 import shutil
-import signal
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,46 +35,41 @@ class Broken(Exception):
     """A run or a process that is not what it should be."""
 
 
-def text_of(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
 class Job:
-    """Processes that were started together. What each prints is in a file of `logs`; the first is
-    expected to print `texts`, to go on from the checkpoint `resumed` (0: none), and each to end
-    with one of its `statuses`."""
+    """Processes of a run that were started together. What each prints is in a file of `logs`; the
+    first is expected to print `texts`, to go on from the checkpoint `resumed` (0: none), and each
+    to end with one of its `statuses`. One that `is_moved` has another layout than before."""
 
-    def __init__(
-        self, processes: Sequence[subprocess.Popen], logs: Sequence[Path], texts: Sequence[str]
-    ) -> None:
-        self.processes, self.logs, self.texts = processes, logs, texts
+    def __init__(self, run: "Run", texts: Sequence[str], is_moved: bool) -> None:
+        self.run, self.texts, self._is_moved = run, texts, is_moved
+        self.processes, self.logs = [], []
         self.statuses: list[Sequence[int]] = []
-        self.resumed: int | None = None
-        self._begun = time.monotonic()
+        self.resumed, self._begun = run.newest, time.monotonic()
+
+    def start(self, log: Path, devices: int, stdout: int | None, *line: Any) -> None:
+        """Starts one of the processes: a command with faults."""
+        xla_flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+        environment = commands.cpu_environment(XLA_FLAGS=xla_flags)
+        with log.open("w") as file:
+            pipes = {"stdout": file if stdout is None else stdout, "stderr": file}
+            self.processes.append(commands.start(PROGRAM, *line, env=environment, **pipes))
+        self.logs.append(log)
 
     def text(self, number: int = 0) -> str:
-        return text_of(self.logs[number])
+        return self.logs[number].read_text(errors="replace")
 
-    def send(self, name: signal.Signals, *numbers: int) -> None:
-        """Sends a signal to some of the processes, or to all."""
-        for number in numbers or range(len(self.processes)):
-            self.processes[number].send_signal(name)
-
-    def runs_until(self, is_true: Callable[[], object], number: int = 0) -> bool:
-        """Waits until it `is_true`; False if a process ends before."""
-        while self.processes[number].poll() is None:
-            if is_true():
-                return True
+    def wait(self, is_true: Callable[[], object] = lambda: False, number: int = 0) -> None:
+        """Waits until it `is_true`, or a process ends."""
+        while self.processes[number].poll() is None and not is_true():
             if time.monotonic() > self._begun + LIMIT_SECONDS:
                 self.kill()
                 raise Broken(f"no end in {LIMIT_SECONDS:.0f} s: {self.logs[number]}")
             time.sleep(0.005)
-        return False
 
-    def is_stopped(self, number: int = 0) -> bool:
-        """Whether a signal has stopped a process."""
-        state = text_of(Path(f"/proc/{self.processes[number].pid}/stat")).rpartition(") ")[2]
-        return state.startswith("T")
+    def wait_for_stop(self) -> None:
+        """Waits until a signal has stopped the first process, or it ends."""
+        stat = Path(f"/proc/{self.processes[0].pid}/stat")
+        self.wait(lambda: stat.read_text(errors="replace").rpartition(") ")[2].startswith("T"))
 
     def kill(self) -> None:
         for process in self.processes:
@@ -84,20 +77,33 @@ class Job:
             process.wait()
 
     def end(self, *statuses: int) -> int:
-        """Waits for all; the status of the first. Raises `Broken` for another exit
-        status, a traceback, and texts not printed."""
+        """Waits for all; the status of the first. Raises `Broken` for another exit status, a
+        traceback, texts not printed, and processes that went on from another checkpoint, or did
+        not name the one that they saved when they were stopped."""
         expected = self.statuses or [statuses] * len(self.processes)
         for number, process in enumerate(self.processes):
-            self.runs_until(lambda: False, number)
+            self.wait(number=number)
             if (status := process.returncode) not in expected[number]:
                 self.kill()
                 where = f"instead of {expected[number]} in {self.logs[number]}"
                 raise Broken(f"exit status {status} {where}")
             if "Traceback (most recent call last)" in self.text(number):
                 raise Broken(f"a traceback in {self.logs[number]}")
-        if missing := [x for x in self.texts if not re.search(x, self.text(), re.MULTILINE)]:
+        text, status = self.text(), self.processes[0].returncode
+        if missing := [x for x in self.texts if not re.search(x, text, re.MULTILINE)]:
             raise Broken(f"{missing[0]!r} is not in {self.logs[0]}")
-        return self.processes[0].returncode
+        found = re.search(r"^resumed at step (\d+)$", text, re.MULTILINE)
+        start = int(found[1]) if found else 0
+        if self._is_moved:
+            self.run.exact = min(self.run.exact, start)
+        if "\nstarted in " in text:
+            if start != self.resumed:
+                raise Broken(f"resumed at step {start} instead of {self.resumed}: {self.logs[0]}")
+            stopped = re.search(r"stopped by SIG\w+ at step (\d+), checkpoint saved; run", text)
+            saved = int(stopped[1]) if stopped else None
+            if status == STOPPED and saved != (newest := max(self.run.steps(""), default=0)):
+                raise Broken(f"the step {newest} that it saved is not in {self.logs[0]}")
+        return status
 
 
 class Run:
@@ -108,12 +114,14 @@ class Run:
         self.folder, self.keep, self.processes, self.path = folder, keep, processes, folder / name
         self.checkpoints, self.records = self.path / "checkpoints", folder / "records"
         self.exact, self.every, self._num_logs = STEPS, 4, 0
+        self.last = STEPS if processes == 1 else 72  # step of the undisturbed run
         self.jobs: list[Job] = []
 
     def start(
         self,
         *params: str,
-        faults: Mapping[int, Sequence[Any]] | None = None,
+        fault: Sequence[Any] = (),
+        victims: Sequence[int] = (0,),
         stop: int = 6,
         devices: int = 1,
         processes: int = 0,
@@ -121,8 +129,8 @@ class Run:
         stdout: int | None = None,
         texts: Sequence[str] = (),
     ) -> Job:
-        """The command that trains the run, in so many processes: each injects one of its `faults`,
-        by its number; the last is stopped after so many steps. The first prints `texts`."""
+        """The command that trains the run, in so many processes, of which the `victims` inject the
+        `fault`; the last is stopped after so many steps. The first prints `texts`."""
         count = processes or self.processes
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
@@ -133,65 +141,34 @@ class Run:
         )
         arguments = [f"--gin={CONFIG}", f"--run_dir={self.path}", *flags]
         arguments += [f"--param={binding}" for binding in bindings]
-        every = []
+        job = self._job(texts, devices > 1 or processes > 0 or "accumulation" in str(params))
         for number in range(count):
-            own = [faults[number]] if faults and number in faults else []
+            own = [fault] if fault and number in victims else []
             own += [("signals", "step", stop, 0, "SIGTERM")] if number == count - 1 else []
-            rest = [f"--hang_seconds={HANG_SECONDS}"]
-            rest += [f"--distributed=localhost:{port},{count},{number}"]
-            every.append((own, "launch", *arguments, *(rest if count > 1 else ())))
-        job = self._job(every, devices, stdout, texts)
-        job.resumed = self.newest
-        self._is_moved = devices > 1 or processes > 0 or any("accumulation" in x for x in params)
+            several = f"--distributed=localhost:{port},{count},{number}"
+            rest = (f"--hang_seconds={HANG_SECONDS}", several) if count > 1 else ()
+            job.start(self._log(), devices, stdout, json.dumps(own), "launch", *arguments, *rest)
         return job
 
-    def _job(
-        self,
-        every: Sequence[Sequence[Any]],
-        devices: int = 1,
-        stdout: int | None = None,
-        texts: Sequence[str] = (),
-    ) -> Job:
-        xla_flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
-        environment = commands.cpu_environment(XLA_FLAGS=xla_flags)
-        processes, logs = [], []
-        for faults, *line in every:
-            self._num_logs += 1
-            logs.append(self.folder / f"{self.path.name}.{self._num_logs}.log")
-            with logs[-1].open("w") as log:
-                pipes = {"stdout": log if stdout is None else stdout, "stderr": log}
-                line = (PROGRAM, json.dumps(faults), *line)
-                processes.append(commands.start(*line, env=environment, **pipes))
-        self.jobs.append(Job(processes, logs, texts))
+    def evaluation(self, *flags: str, texts: Sequence[str] = ()) -> Job:
+        """The command that evaluates the run."""
+        task = (f"--run_dir={self.path}", "--task=ppl", "--max_rows=2", "--batch_size=2", *flags)
+        job = self._job(texts, is_moved=False)
+        job.start(self._log(), 1, None, "[]", "evaluate", *task)
+        return job
+
+    def _job(self, texts: Sequence[str], is_moved: bool) -> Job:
+        self.jobs.append(Job(self, texts, is_moved))
         return self.jobs[-1]
 
-    def end(self, job: Job, *statuses: int) -> int:
-        """`job.end`, of processes that trained the run: they went on from the newest checkpoint,
-        and when they were stopped, saved another one and named its step."""
-        status, text = job.end(*statuses), job.text()
-        found = re.search(r"^resumed at step (\d+)$", text, re.MULTILINE)
-        start = int(found[1]) if found else 0
-        if "\nstarted in " in text and start != job.resumed:
-            raise Broken(f"resumed at step {start} instead of {job.resumed}: {job.logs[0]}")
-        if self._is_moved:
-            self.exact = min(self.exact, start)
-        if status == STOPPED and "\nstarted in " in text:
-            stopped = re.search(r"stopped by SIG\w+ at step (\d+), checkpoint saved; run", text)
-            if not stopped or int(stopped[1]) != max(self.steps("")):
-                raise Broken(
-                    f"the step {self.steps('')[-1:]} that it saved is not in {job.logs[0]}"
-                )
-        return status
+    def _log(self) -> Path:
+        self._num_logs += 1
+        return self.folder / f"{self.path.name}.{self._num_logs}.log"
 
     def steps(self, sealed: str = "/DIGEST.json") -> list[int]:
         """The checkpoints with a digest; with "" all that are complete."""
         names = (str(x.relative_to(self.checkpoints)) for x in self.checkpoints.glob(f"*{sealed}"))
         return sorted(int(name) for x in names if (name := x.partition("/")[0]).isdigit())
-
-    @property
-    def last(self) -> int:
-        """The last step of the undisturbed run."""
-        return STEPS if self.processes == 1 else 72
 
     @property
     def newest(self) -> int:
@@ -202,12 +179,7 @@ class Run:
     def make_ready(self, count: int) -> None:
         """Trains until there are so many checkpoints with a digest, the newest among them."""
         while len(steps := self.steps()) < count or (count and steps[-1] != self.steps("")[-1]):
-            self.end(self.start(stop=count * self.every), STOPPED)
-
-    def evaluation(self, *flags: str, texts: Sequence[str] = ()) -> Job:
-        """The command that evaluates the run."""
-        task = (f"--run_dir={self.path}", "--task=ppl", "--max_rows=2", "--batch_size=2", *flags)
-        return self._job([([], "evaluate", *task)], texts=texts)
+            self.start(stop=count * self.every).end(STOPPED)
 
     def close(self) -> None:
         """Ends processes that are left, when something went wrong."""
@@ -236,6 +208,12 @@ class Fault(NamedTuple):
     keep: int | None = None
     processes: int = 1
 
+    def is_possible(self, run: Run) -> bool:
+        """Whether the run has steps left, and the fault needs no other one."""
+        is_long = run.newest <= run.last - _MIN_LEFT
+        is_alike = self.keep in (None, run.keep) and self.processes == run.processes
+        return is_long and is_alike and self.checkpoints <= run.keep and not self.is_new
+
 
 class Chain:
     """Runs in `folder`: a fault hits the one that the fault before has left, or a new one."""
@@ -248,7 +226,7 @@ class Chain:
         """The exit status of the process that the fault of this number hit. Raises `Broken` for
         another than expected, and for a loss that the undisturbed run has not; the files of the run
         are then kept."""
-        if self.run is not None and not _is_possible(fault, self.run):
+        if self.run is not None and not fault.is_possible(self.run):
             self.end()
         whole = self.whole(fault.processes)
         if self.run is None:
@@ -258,8 +236,7 @@ class Chain:
         run, self.run = self.run, None
         try:
             run.make_ready(fault.checkpoints)
-            job = fault.inject(run, rng)
-            status = run.end(job, *fault.statuses)
+            status = fault.inject(run, rng).end(*fault.statuses)
             check_losses(run, whole)
         finally:
             run.close()
@@ -274,7 +251,7 @@ class Chain:
             whole.remove()  # of another version, perhaps
             whole.every = 100
             is_all = whole.last == STEPS
-            whole.end(whole.start(stop=whole.last + is_all), 0 if is_all else STOPPED)
+            whole.start(stop=whole.last + is_all).end(0 if is_all else STOPPED)
             self._whole[processes] = whole
         return self._whole[processes]
 
@@ -284,42 +261,36 @@ class Chain:
         if (run := self.run) is None:
             return
         self.run, whole = None, self.whole(run.processes)
-        is_whole = run.last == STEPS and (is_whole or run.newest > STEPS - _MIN_LEFT)
-        if not is_whole:
-            run.end(run.start(stop=1), STOPPED)
+        if run.last < STEPS or not (is_whole or run.newest > STEPS - _MIN_LEFT):
+            run.start(stop=1).end(STOPPED)
             check_losses(run, whole)
-            run.remove()
-            return
-        run.every = 100
-        run.end(run.start(stop=STEPS + 1, flags=("--change=RunConfig.checkpoint_every",)), 0)
-        if (done := check_losses(run, whole)) != STEPS:
-            raise Broken(f"{run.path / METRICS} has {done} of {STEPS} steps")
-        unfinished = [
-            path
-            for path in run.path.rglob("*")
-            if ".refused" not in str(path) and (path.name.startswith(".") or "-tmp" in path.name)
-        ]
-        if unfinished:
-            raise Broken(f"{unfinished[0]} is left over")
-        try:
-            with RunDirectory(run.path).lock():
-                pass
-        except UserError as error:
-            raise Broken(str(error)) from error
-        with jax.enable_x64(True):
-            ours, theirs = (jax.tree.leaves(load_params(x.path).params) for x in (run, whole))
-        most = max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(ours, theirs, strict=True))
-        if most > (0.0 if run.exact == STEPS else TOLERANCE):
-            raise Broken(f"the parameters of {run.path} differ by {most}")
-        run.evaluation().end(0)
+        else:
+            run.every = 100
+            run.start(stop=STEPS + 1, flags=("--change=RunConfig.checkpoint_every",)).end(0)
+            if (done := check_losses(run, whole)) != STEPS:
+                raise Broken(f"{run.path / METRICS} has {done} of {STEPS} steps")
+            check_files(run, whole)
+            run.evaluation().end(0)
         run.remove()
 
 
-def _is_possible(fault: Fault, run: Run) -> bool:
-    """Whether the run has steps left, and the fault needs no other one."""
-    is_long = run.newest <= run.last - _MIN_LEFT
-    is_alike = fault.keep in (None, run.keep) and fault.processes == run.processes
-    return is_long and is_alike and fault.checkpoints <= run.keep and not fault.is_new
+def check_files(run: Run, whole: Run) -> None:
+    """Raises `Broken` for files left over in a run that has ended, and for parameters other than
+    those of `whole`."""
+    for path in run.path.rglob("*"):
+        is_unfinished = path.name.startswith(".") or "-tmp" in path.name
+        if is_unfinished and ".refused" not in str(path):
+            raise Broken(f"{path} is left over")
+    try:
+        with RunDirectory(run.path).lock():
+            pass
+    except UserError as error:
+        raise Broken(str(error)) from error
+    with jax.enable_x64(True):
+        ours, theirs = (jax.tree.leaves(load_params(x.path).params) for x in (run, whole))
+    most = max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(ours, theirs, strict=True))
+    if most > (0.0 if run.exact == STEPS else TOLERANCE):
+        raise Broken(f"the parameters of {run.path} differ by {most}")
 
 
 def check_losses(run: Run, whole: Run) -> int:
@@ -344,13 +315,11 @@ def check_losses(run: Run, whole: Run) -> int:
 
 
 def make_records(folder: Path) -> None:
-    """Records of drawn text, `records` and `others`, unless they are there."""
-    rng = random.Random(0)
+    """Records of drawn text, unless they are there."""
+    rng, text = random.Random(0), folder / "records.jsonl"
     words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
-    for name in ("records", "others"):
-        text = folder / f"{name}.jsonl"
-        if not (folder / name).exists():
-            lines = (json.dumps({"text": " ".join(rng.choices(words, k=60))}) for _ in range(200))
-            write_whole(text, "\n".join(lines))
-            places = f"--input={text}", f"--output={folder / name}"
-            commands.output("prepare_data", "--tokenizer=byte", "--processes=1", *places)
+    if not (folder / "records").exists():
+        lines = (json.dumps({"text": " ".join(rng.choices(words, k=60))}) for _ in range(200))
+        write_whole(text, "\n".join(lines))
+        places = f"--input={text}", f"--output={folder / 'records'}"
+        commands.output("prepare_data", "--tokenizer=byte", "--processes=1", *places)

@@ -10,7 +10,7 @@ import pytest
 from tests.soak.faults import FAULTS, Unavailable, drawn
 from tests.soak.run import Broken, Chain
 
-BROKEN = """
+PROGRAM = """
 from experiments import cli
 from tests.soak import __main__ as soak
 from tests.soak.run import Broken, Chain
@@ -31,6 +31,8 @@ def chain(tmp_path_factory):
     chain = Chain(tmp_path_factory.mktemp("soak"))
     yield chain
     chain.end(is_whole=True)
+    left = {path.name.partition(".")[0] for path in chain.folder.glob("run-*")}
+    assert left <= {"run-99"}  # which was broken
 
 
 @pytest.mark.parametrize("kind", FAULTS)
@@ -43,7 +45,7 @@ def test_a_fault_changes_no_loss(kind, chain):
 
 def test_a_changed_loss_is_found(chain):
     fault = FAULTS["output on a full disk"]._replace(
-        inject=lambda run, rng: run.start(faults={0: ("reseeded",)})
+        inject=lambda run, rng: run.start(fault=("reseeded",))
     )
     found = r"loss \S+ instead of \S+ at step \d+ of \S+/run-99, exact to step 240"
     other = copy.copy(chain)
@@ -52,22 +54,16 @@ def test_a_changed_loss_is_found(chain):
         other.hit(fault, random.Random(0), 99)
 
 
-def test_the_soak_ends_with_a_table_of_its_faults(tmp_path):
-    flags = "--faults=1", "--kind=SIGTERM at the start", f"--folder={tmp_path}"
-    first, *_, row, last = commands.output("tests.soak", *flags).splitlines()
-    assert first == "fault 0 (SIGTERM at the start) in run-0: exit status -15"
-    assert re.match(r"SIGTERM at the start +1 +-15 \(1\) ", row)
-    assert last == "seed 0, 1 faults: every loss is that of the undisturbed run"
-    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("run-")]
-
-
-def test_a_difference_is_one_line_with_the_command_that_repeats_the_run(tmp_path):
-    program = tmp_path / "broken.py"
-    program.write_text(BROKEN)
-    flags = "--faults=5", "--seed=4", "--kind=SIGINT", f"--folder={tmp_path / 'soak'}"
-    result = commands.run(program, *flags)
-    assert result.returncode == 1, (result.stdout, result.stderr)
-    assert result.stdout.count("(SIGINT) in run-1: exit status 75\n") == 2
+def test_the_soak_ends_with_a_table_or_with_the_command_that_repeats_the_run(tmp_path):
+    program = tmp_path / "soak.py"
+    program.write_text(PROGRAM)
+    flags = "--seed=4", "--kind=SIGINT", f"--folder={tmp_path / 'soak'}"
+    *faults, _, _, row, last = commands.output(program, "--faults=2", *flags).splitlines()
+    assert faults == [f"fault {number} (SIGINT) in run-1: exit status 75" for number in (0, 1)]
+    assert re.match(r"SIGINT +2 +75 \(2\) ", row)
+    assert last == "seed 4, 2 faults: every loss is that of the undisturbed run"
+    result = commands.run(program, "--faults=5", *flags)
+    assert (result.returncode, result.stdout.splitlines()) == (1, faults)
     assert result.stderr == (
         "FAILED: seed 4, fault 2 (SIGINT): loss 2.0 instead of 1.0; again: python -m tests.soak "
         "--kind=SIGINT --seed=4 --first=1 --faults=2\n"

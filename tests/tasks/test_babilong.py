@@ -12,26 +12,15 @@ from typing import get_args
 
 import pytest
 from babi_solver import solve
-from checks import randomize, refused
-from small_models import byte_model
+from checks import refused
 
 from experiments.cli import parse_options
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError
-from ttcd_jax.measure.results import evaluate
 from ttcd_jax.measure.task import Subject
-from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.tasks.babilong.samples import (
-    LABELS,
-    Background,
-    hide,
-    is_right,
-    of_size,
-    prompt,
-    text_size,
-)
+from ttcd_jax.tasks.babilong import task as module
 from ttcd_jax.tasks.babilong.stories import BabiTask, read_folder, read_questions, story_lines
-from ttcd_jax.tasks.babilong.task import BabiLong
+from ttcd_jax.tasks.babilong.task import LABELS, BabiLong, hide, is_right, of_size, prompt
 
 DATA = Path(__file__).parent / "data/babilong"
 BABI = str(DATA / "babi")
@@ -113,7 +102,7 @@ def test_all_forms_of_statements_and_questions_occur():
         assert len(ours - published) <= 6, task  # a part of the files has not all of them
 
 
-@pytest.mark.parametrize(("tokenizer", "size"), [(Words, 300), (ByteTokenizer(), text_size("1k"))])
+@pytest.mark.parametrize(("tokenizer", "size"), [(Words, 300), (ByteTokenizer(), 700)])
 def test_facts_and_sentences_fill_the_text(tokenizer, size):
     """Whatever the tokenizer: the text has `size` tokens, the facts are in it in order, each before
     its sentence, and sentences are short only where they are cut."""
@@ -141,7 +130,7 @@ def test_facts_and_sentences_fill_the_text(tokenizer, size):
     assert any(0 in x.fact_positions for x in samples)
     assert any(len(x.background) in x.fact_positions for x in samples)
     assert any(len({*x.fact_positions}) < len(x.fact_positions) for x in samples)
-    (plain,) = hide([(7, questions[0])], [], Words, size=text_size("0k"), seed=0)
+    (plain,) = hide([(7, questions[0])], [], Words, size=0, seed=0)
     assert (plain.index, plain.background, plain.input) == (7, (), " ".join(questions[0].facts))
 
 
@@ -155,25 +144,15 @@ def test_a_long_text_encodes_each_sentence_once():
             return super().encode(text)
 
     questions = _questions("qa1", 20)
-    samples = hide(enumerate(questions), [PROSE * 20], Counting(), size=text_size("32k"), seed=0)
+    samples = hide(enumerate(questions), [PROSE * 20], Counting(), size=31_700, seed=0)
     assert len([*samples]) == 100
     assert len(encoded) < 1000
     assert max(encoded.values()) == 1
 
 
-def test_a_background_without_sentences_is_refused():
-    take = Background(["", "Short. Too short. Far too short."], str.split, 0).take
-    words = "no sentence of 10 |in 50,000 draws from a background of 2 texts for 20 tokens"
-    refused(words, take, 20, error=DataError)
-
-
 def test_damaged_stories_are_refused(tmp_path):
     story = "1 Mary got the milk.\n2 Mary went to the office.\n3 Where is Mary? \toffice\t2\n"
-    (question,) = read_questions(story.splitlines())
-    assert question == (
-        ("Mary got the milk.", "Mary went to the office."),
-        *("Where is Mary? ", "office", ("Mary went to the office.",)),
-    )
+    assert len([*read_questions(story.splitlines())]) == 1
     for old, new, words in (
         ("2 Mary", "4 Mary", "line 2: '4 Mary went to the office.' is no line 2 of a bAbI story"),
         ("\toffice\t", "\t \t", "line 3: |is no line 3 of a bAbI story"),
@@ -201,32 +180,24 @@ def test_prompts_are_the_published_ones():
     assert filled.endswith("? garden\n\nThe {a} is.\nWhat is it?")
 
 
-@pytest.mark.parametrize(
-    ("output", "official", "harness"),
-    [
-        (" The most recent location of Mary is OFFICE", True, True),
-        ("office. Then the garden", True, True),
-        ("the garden or the office", False, True),
-        ("garden. office", False, True),
-        ("the office<example> the garden", True, True),
-        ("the office <context> the garden", True, True),
-        ("kitchen, then office", True, True),  # the kitchen is in the question
-        ("the offic", False, False),
-        ("", False, False),
-    ],
-)
-def test_answers_are_judged_as_published(output, official, harness):
-    question = "Where was the milk before the kitchen? "
-    assert is_right("official", "qa3", "office", output, question) is official
-    assert is_right("harness", "qa3", "office", output, question) is harness
-
-
-def test_labels_of_qa5_are_names_and_objects():
-    question = "What did Fred give to Bill? "
-    assert is_right("official", "qa5", "milk", "Fred gave Bill the milk", question)
-    assert not is_right("official", "qa5", "milk", "Mary gave Bill the milk", question)
-    assert is_right("harness", "qa5", "milk", "Mary gave Bill the milk", question)
-    assert is_right("official", "qa5", "Jeff", "jeff", "Who gave the milk? ")
+def test_answers_are_judged_as_published():
+    before, gift = "Where was the milk before the kitchen? ", "What did Fred give to Bill? "
+    for asked, output, official, harness in (
+        (("qa3", "office", before), " The most recent location of Mary is OFFICE", True, True),
+        (("qa3", "office", before), "office. Then the garden", True, True),
+        (("qa3", "office", before), "the garden or the office", False, True),
+        (("qa3", "office", before), "garden. office", False, True),
+        (("qa3", "office", before), "the office<example> the garden", True, True),
+        (("qa3", "office", before), "the office <context> the garden", True, True),
+        (("qa3", "office", before), "kitchen, then office", True, True),  # in the question
+        (("qa3", "office", before), "the offic", False, False),
+        (("qa5", "milk", gift), "Fred gave Bill the milk", True, True),
+        (("qa5", "milk", gift), "Mary gave Bill the milk", False, True),
+        (("qa5", "Jeff", "Who gave the milk? "), "jeff", True, True),
+    ):
+        for form, expected in (("official", official), ("harness", harness)):
+            task, target, question = asked
+            assert is_right(form, task, target, output, question) is expected
 
 
 class Oracle:
@@ -274,6 +245,10 @@ def test_an_oracle_scores_100_and_random_labels_chance(tmp_path, prose, form, ba
     assert [row["task"] for row in both[:6]] == [f"a, {name}" for name in (*TASKS, "average")]
     (picture,) = task.pictures(tmp_path, {"a": best, "b": records}, task.chance(subject))
     assert (tmp_path / picture.path).read_bytes().startswith(b"\x89PNG")
+    assert "facts hidden in a text" in picture.sentence
+    options = [task.replace(**x).to_dict() for x in ({}, {"batch_size": 3}, {"samples": 3})]
+    first, same, other = (task.comparable(x, []) for x in options)
+    assert first == same != other
 
 
 def test_prompts_hold_the_text_and_the_question(tmp_path, prose):
@@ -293,25 +268,6 @@ def test_prompts_hold_the_text_and_the_question(tmp_path, prose):
     samples = [x.sample for x in cases]
     assert samples == [x.sample for x in cases_of()]
     assert samples[0].facts != cases_of(seed=1)[0].sample.facts
-    files = {"babi": BABI, "tasks": ("qa1",), "lengths": ("2k",)}
-    first, second = (cases_of(seed=seed, **files)[0].sample for seed in (1, 2))
-    assert first.facts == second.facts
-    assert first.background != second.background
-
-
-def test_a_model_is_measured_and_reported(tmp_path):
-    task = BabiLong(tasks=("qa4",), lengths=("0k",), samples=2, max_new_tokens=3)
-    subject = _subject(tmp_path)._replace(model=randomize(Transformer, byte_model()))
-    result = evaluate(task, subject, 1)
-    on, off = result.series.values()
-    assert [len(record.output) <= 3 for record in (*on, *off)] == [True] * 4
-    assert {path.name for path in result.write().iterdir()} >= {"results.csv", "babilong.png"}
-    table = task.table(result.series)
-    variants = itertools.product(("fast weights on", "off (eta = 0)"), ("qa4", "average"))
-    assert [row["task"] for row in table] == [f"mine, {x}, {name}" for x, name in variants]
-    for changes, is_same in (({"samples": 3}, False), ({"batch_size": 3}, True)):
-        other = task.comparable(task.replace(**changes).to_dict(), table)
-        assert (task.comparable(result.options, table) == other) is is_same
 
 
 def test_the_runs_own_held_out_text_is_the_background(tmp_path, prose):
@@ -325,6 +281,9 @@ def test_the_runs_own_held_out_text_is_the_background(tmp_path, prose):
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path, prose):
+    take = module.Background(["", "Short. Too short. Far too short."], str.split, 0).take
+    words = "no sentence of 10 |in 50,000 draws from a background of 2 texts for 20 tokens"
+    refused(words, take, 20, error=DataError)
     subject = _subject(tmp_path)
     few = BabiLong(tasks=("qa3",), lengths=("1k",), samples=50, background=prose, babi=BABI)
     refused("qa3 has 8 questions whose facts fit into 1k tokens, not 50", few.rows, subject)

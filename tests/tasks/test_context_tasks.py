@@ -25,8 +25,8 @@ from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 from ttcd_jax.tasks.documents import FinalBlock, Position, Recurrence, distances
-from ttcd_jax.tasks.perplexity import bucket_edges, by_position
-from ttcd_jax.tasks.recall import attention_reach, by_distance
+from ttcd_jax.tasks.perplexity import by_position
+from ttcd_jax.tasks.recall import by_distance
 
 LENGTHS = (40, 7, 55, 33, 36, 90, 34)
 RNG = np.random.default_rng(0)
@@ -93,11 +93,9 @@ def test_the_final_block_is_read_after_every_context_anew(subject, folder):
             assert math.log(high / mean) == pytest.approx(math.log(mean / low), abs=1e-2)
     stats = result.facts["document_stats"]
     assert (stats["num_files"], stats["sampled_docs"], stats["eligible_docs"]) == (7, 6, 5)
-    assert (stats["selected_total_tokens"], stats["min_doc_tokens"]) == (169, 30)
     expected = [math.log(row[ON] / row[OFF]) for row in table]
     gains = [row["mine, on - off (nats)"] for row in table]
     assert gains == pytest.approx(expected, rel=1e-4, abs=1e-9)
-    assert any(expected)
 
 
 def test_contexts_that_no_document_has_are_empty(subject, folder):
@@ -140,7 +138,6 @@ def test_a_manifest_repeats_an_evaluation(subject, folder, tmp_path):
     ("task", "options", "words"),
     [
         (FinalBlock, {"contexts": ()}, "contexts | none"),
-        (FinalBlock, {"contexts": (0,)}, "contexts | must each be at least 1"),
         (FinalBlock, {"seq_len": 31743}, "contexts up to 30720 and final_block 1024 |need 31744"),
         (FinalBlock, {"min_doc_tokens": 40_000}, "need 40000 tokens, and seq_len 32768"),
         (FinalBlock, {}, "none of 7 documents has 31744 tokens (longest: 90)"),
@@ -206,10 +203,9 @@ def test_offsets_are_drawn_by_the_seed(subject, folder):
     starts = [text.find(bytes(ids.tolist())) for text, ids in zip(texts, rows, strict=True)]
     assert all(0 <= start <= 20 for start in starts)
     assert len(set(starts)) > 2
-    again = task.rows(subject).documents
-    assert all(map(np.array_equal, rows, again))
-    other = task.replace(seed=1).rows(subject).documents
-    assert not all(map(np.array_equal, rows, other))
+    for seed in (0, 1):
+        again = task.replace(seed=seed).rows(subject).documents
+        assert all(map(np.array_equal, rows, again)) is (seed == 0)
 
 
 def _plain_distances(ids, size):
@@ -279,12 +275,6 @@ def _model(method, **changes):
     return randomize(Transformer, config_of(method, precision=Precision(), **changes))
 
 
-def test_buckets_double_and_end_at_the_length():
-    assert bucket_edges(100) == [0, 32, 64, 100]
-    assert bucket_edges(64) == [0, 32, 64]
-    assert bucket_edges(20) == [0, 20]
-
-
 def test_perplexity_by_position_counts_marked_targets_and_their_bytes():
     length = 64
     losses = np.full((2, length), math.log(2))
@@ -294,13 +284,9 @@ def test_perplexity_by_position_counts_marked_targets_and_their_bytes():
     mask = np.ones((2, length), bool)
     mask[1, 32:] = False
     rows = {"tokens": targets, "targets": targets, "loss_mask": mask}
-    first, second, whole = by_position(Scores(losses, losses > 0), rows, ByteTokenizer())
-    assert (first.context, first.tokens) == ("0-31", 64)
-    assert first.perplexity == pytest.approx(2)
-    assert first.bits_per_byte == pytest.approx(64 / 63)
-    assert (second.context, second.tokens) == ("32-63", 32)
-    assert second.perplexity == pytest.approx(8)
-    assert second.bits_per_byte == pytest.approx(3)
+    *parts, whole = by_position(Scores(losses, losses > 0), rows, ByteTokenizer())
+    expected = [("0-31", 0, 32, 64, 2, 64 / 63), ("32-63", 32, 64, 32, 8, 3)]
+    assert parts == [(*x[:4], *map(pytest.approx, x[4:])) for x in expected]
     assert (whole.context, whole.tokens) == ("all", 96)
     short = {name: field[:, :20] for name, field in rows.items()}
     (only,) = by_position(Scores(losses[:, :20], losses[:, :20] > 0), short, ByteTokenizer())
@@ -317,8 +303,3 @@ def test_recall_by_distance_splits_at_the_reach_of_attention():
     assert (records[0].distance, records[0].accuracy, records[0].queries) == ("1-10", 1, 2)
     assert (records[-1].distance, records[-1].accuracy) == ("beyond 10", 0.25)
     assert sum(r.queries for r in records[1:-1]) == records[-1].queries == 4
-
-
-def test_reach_of_stacked_windows():
-    assert attention_reach(config_of("swa", num_layers=3, window=16)) == 45
-    assert attention_reach(config_of("full")) is None

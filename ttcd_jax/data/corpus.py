@@ -1,7 +1,7 @@
 """Training documents: the source of the Python standard library, or the user's files."""
 
-import contextlib
 import dataclasses
+import functools
 import hashlib
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -12,8 +12,13 @@ from absl import logging
 
 from ttcd_jax import units
 from ttcd_jax.config import Bound, Config, NonNegative
-from ttcd_jax.data.documents import Document, LeftOut, holds_many, read_documents
-from ttcd_jax.data.formats import INDEX, STATE
+from ttcd_jax.data.documents import (
+    Document,
+    LeftOut,
+    holds_many,
+    read_documents,
+    with_companions,
+)
 from ttcd_jax.errors import DataError, UserError
 
 Split = Literal["train", "validation"]
@@ -77,13 +82,15 @@ class CorpusConfig(Config):
 class Census:
     """The number, total bytes and digest of the documents added so far."""
 
-    def __init__(self) -> None:
-        self.num_documents = self._num_bytes = 0
+    def __init__(self, documents: Iterable[Document] = ()) -> None:
+        self._num_documents = self._num_bytes = 0
         self._digest = hashlib.sha256()
+        for document in documents:
+            self.add(document)
 
     def add(self, document: Document) -> None:
         content = document.content
-        self.num_documents += 1
+        self._num_documents += 1
         self._num_bytes += len(content)
         for part in (_name_bytes(document), content):
             self._digest.update(len(part).to_bytes(8))  # so that no two lists have one digest
@@ -92,10 +99,15 @@ class Census:
     def summary(self) -> dict[str, Any]:
         """The census, ready for JSON; `sha256` covers names and contents, in order."""
         return {
-            "num_documents": self.num_documents,
+            "num_documents": self._num_documents,
             "num_bytes": self._num_bytes,
             "sha256": self._digest.hexdigest(),
         }
+
+
+def manifest(config: CorpusConfig, documents: Iterable[Document]) -> dict[str, Any]:
+    """The manifest of the documents for a run directory, ready for JSON."""
+    return {"kind": config.kind} | Census(documents).summary()
 
 
 def _name_bytes(document: Document) -> bytes:
@@ -109,10 +121,23 @@ def stream_documents(
     with splits, only `splits` are read. A few lines without a document are counted in `left_out`,
     with a warning. Raises `DataError` when the path is missing, nothing matches, a file cannot be
     read, or too many lines are left out."""
-    left_out = left_out or LeftOut()
-    for split, document in _split_documents(config, splits, left_out):
-        if document.content:
-            yield split, document
+    files, left_out = _input_files(config, splits), left_out or LeftOut()
+    if config.binds("field") and not any(holds_many(path) for _, _, path in files):
+        raise DataError(
+            f"field {config.field!r} is for files of many documents, and {config.path} has plain "
+            "text alone: leave it out"
+        )
+    parts: Iterator[tuple[Split, Document]]
+    for split, name, path in files:
+        documents = read_documents(path, name, config.field, left_out)
+        if path == Path(config.path or "") and not holds_many(path):
+            parts = _parts_of_file(config, documents)
+        else:
+            parts = ((split or _drawn_split(config, x), x) for x in documents)
+        for part, document in parts:
+            text = b"" if config.path else document.text
+            if document.content and text.decode(errors="ignore").encode() == text:
+                yield part, document
     left_out.check()
     if left_out.num_lines:
         logging.warning("%s", left_out)
@@ -140,11 +165,8 @@ def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
 
 def input_bytes(config: CorpusConfig, splits: tuple[Split, ...] = SPLITS) -> int:
     """Bytes of the files at `config.path`, packed as they are."""
-    files = {file for _, _, file in _input_files(config, splits)}
-    for file in list(files):
-        files |= {*file.parent.iterdir()} if file.name in (INDEX, STATE) else set()
-        files |= {file.with_suffix(".bin")} if file.suffix == ".idx" else set()
-    return sum(file.stat().st_size for file in files if file.exists())
+    files = (with_companions(file) for _, _, file in _input_files(config, splits))
+    return sum(file.stat().st_size for file in set().union(*files) if file.is_file())
 
 
 class EmptySplitError(DataError):
@@ -158,46 +180,6 @@ def empty_split(config: CorpusConfig, split: Split) -> EmptySplitError:
         f"the {split} split of {where} is empty (validation_percent="
         f"{config.validation_percent}); add text, or give a folder with train/ and validation/"
     )
-
-
-def manifest(config: CorpusConfig, documents: Iterable[Document]) -> dict[str, Any]:
-    """The manifest of the documents for a run directory, ready for JSON."""
-    census = Census()
-    for document in documents:
-        census.add(document)
-    return {"kind": config.kind} | census.summary()
-
-
-def _split_documents(
-    config: CorpusConfig, splits: tuple[Split, ...], left_out: LeftOut
-) -> Iterator[tuple[Split, Document]]:
-    if config.path is None:
-        for document in _stdlib_documents():
-            yield _drawn_split(config, document), document
-        return
-    files = _input_files(config, splits)
-    if config.binds("field") and not any(holds_many(path) for _, _, path in files):
-        raise DataError(
-            f"field {config.field!r} is for files of many documents, and {Path(config.path)} "
-            "has plain text alone: leave it out"
-        )
-    for split, name, path in files:
-        documents = read_documents(path, name, config.field, left_out)
-        if split is None and path == Path(config.path) and not holds_many(path):
-            yield from _parts_of_file(config, documents)
-        else:
-            for document in documents:
-                yield split or _drawn_split(config, document), document
-
-
-def _stdlib_documents() -> Iterator[Document]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for name, path in _files(root, "**/*.py").items():
-        if LEFT_OUT_OF_STDLIB.isdisjoint(name.split("/")):
-            text = path.read_bytes()
-            with contextlib.suppress(UnicodeDecodeError):
-                text.decode()
-                yield Document(name, text)
 
 
 def _drawn_split(config: CorpusConfig, document: Document) -> Split:
@@ -225,24 +207,26 @@ def _input_files(
     config: CorpusConfig, splits: tuple[Split, ...]
 ) -> list[tuple[Split | None, str, Path]]:
     """(split, name, path) of each file of `splits`, in order; None: it is divided between them."""
-    path, num_held_out = Path(config.path or ""), config.validation_files
+    if config.path is None:
+        found = _files(Path(sysconfig.get_paths()["stdlib"]), "**/*.py").items()
+        return [(None, *x) for x in found if LEFT_OUT_OF_STDLIB.isdisjoint(x[0].split("/"))]
+    path, num_held_out = Path(config.path), config.validation_files
     has_splits = all((path / split).is_dir() for split in SPLITS)
     if not (path.is_file() or path.is_dir() or path.is_fifo()):  # but a device
         raise DataError(f"no file or folder at {path}: give the path of the text")
     if num_held_out and (has_splits or not path.is_dir()):
         raise DataError(f"{path} has no files to hold out: it is one file or has its own splits")
-    if not path.is_dir():
-        return [(None, path.name, path)]
     if has_splits:
-        named = [_folder_files(path, split, config.glob).items() for split in splits]
-        return [(split, *x) for split, files in zip(splits, named, strict=True) for x in files]
-    files = list(_folder_files(path, ".", config.glob).items())
-    if num_held_out >= len(files):
+        parts = [(split, _folder_files(path, split, config.glob)) for split in splits]
+        return [(split, *file) for split, files in parts for file in files.items()]
+    found = _folder_files(path, ".", config.glob) if path.is_dir() else {path.name: path}
+    files = list(found.items())
+    if (first := len(files) - num_held_out) < 1:
         raise DataError(f"{path} has {len(files)} files: {num_held_out} cannot be held out")
     if not num_held_out:
         return [(None, *file) for file in files]
-    parts = {"train": files[:-num_held_out], "validation": files[-num_held_out:]}
-    return [(split, *file) for split in splits for file in parts[split]]
+    held_out: dict[Split, Any] = {"train": files[:first], "validation": files[first:]}
+    return [(split, *file) for split in splits for file in held_out[split]]
 
 
 def _folder_files(root: Path, part: str, glob: str) -> dict[str, Path]:
@@ -269,13 +253,15 @@ def _folder_files(root: Path, part: str, glob: str) -> dict[str, Path]:
 
 def _files(folder: Path, glob: str) -> dict[str, Path]:
     """The matching files outside run directories by relative name, sorted."""
+
+    @functools.cache
+    def is_in_run(part: PurePath) -> bool:
+        return _is_run(folder / part) or (part != part.parent and is_in_run(part.parent))
+
     depth = len(folder.parts)  # `relative_to` is slow
-    found = (path for path in folder.glob(glob) if path.is_file())
-    names = [PurePath(*path.parts[depth:]) for path in found]
-    parents = {path: (path, *path.parents) for path in {name.parent for name in names}}
-    runs = {x for x in {x for paths in parents.values() for x in paths} if _is_run(folder / x)}
-    kept = (name.as_posix() for name in names if runs.isdisjoint(parents[name.parent]))
-    return {name: folder / name for name in sorted(kept)}
+    names = (PurePath(*path.parts[depth:]) for path in folder.glob(glob) if path.is_file())
+    kept = sorted(name.as_posix() for name in names if not is_in_run(name.parent))
+    return {name: folder / name for name in kept}
 
 
 def _is_run(folder: Path) -> bool:

@@ -12,7 +12,6 @@ A document becomes bos + tokens + eos. A row is a dict of arrays [T]:
 """
 
 import bisect
-import collections
 import re
 from collections.abc import Iterable, Iterator
 
@@ -113,11 +112,12 @@ class PackedRows:
 
 
 class DocumentRows:
-    """Every document divided into rows, each target once: a random-access source.
+    """Documents cut into pieces of T targets and a rest, a piece in each row, which is the context
+    of its predictions, and is padded: a random-access source, with every target once.
 
-    The context of a prediction is its row up to its position; the last row of a document is padded.
     Documents shorter than `min_tokens` (bos and eos included) are left out. Raises `DataError` when
-    none is left, and, if `is_whole`, for a document longer than a row.
+    none is left, and, if `is_whole`, for a document longer than a row. In memory: `_before`
+    [documents + 1], the pieces before each document.
     """
 
     def __init__(
@@ -125,59 +125,60 @@ class DocumentRows:
     ) -> None:
         self.records, self.seq_len = records, seq_len
         sizes = records.sizes
-        if is_whole and sizes.max(initial=0) > seq_len + 1:
+        longest = sizes.max(initial=0)
+        if is_whole and longest > seq_len + 1:
             raise DataError(
                 f"{records.where} was prepared with --samples_are_rows and has a sample of "
-                f"{sizes.max()} tokens: set seq_len to {sizes.max() - 1} or more (not {seq_len})"
+                f"{longest} tokens: set seq_len to {longest - 1} or more (not {seq_len})"
             )
-        self._kept = np.flatnonzero(sizes >= min_tokens)
-        if not self._kept.size:
+        targets = np.where(sizes >= min_tokens, sizes - 1, 0)
+        self._before = np.concatenate([[0], np.cumsum(-(-targets // seq_len))])
+        if not self._before[-1]:
             raise DataError(
-                f"none of {len(records)} documents has {min_tokens} tokens (longest: "
-                f"{sizes.max(initial=0)}); lower min_tokens or add longer documents"
+                f"none of {len(records)} documents of {records.where} has {min_tokens} tokens "
+                f"(longest: {longest}); add longer documents"
             )
-        self._sizes = sizes[self._kept]
-        self._ends = np.cumsum(-(-(self._sizes - 1) // seq_len))  # rows up to each document's end
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._before[-1])
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        document = np.searchsorted(self._ends, index, side="right")
-        targets = int(self._sizes[document]) - 1
-        num_rows = -(-targets // self.seq_len)
-        start = int(index - self._ends[document] + num_rows) * self.seq_len
-        size = min(self.seq_len, targets - start)
-        return row_of(self.records, [(int(self._kept[document]), start, size)], self.seq_len)
+        return self._row(self._pieces(index))
+
+    def _pieces(self, index: int) -> Iterable[int]:
+        """The numbers of the pieces in a row."""
+        return [index]
+
+    def _row(self, pieces: Iterable[int]) -> Row:
+        """The pieces one after another, each a segment, the last input of each with its target; the
+        rest is padded with the eos id in segment 0, outside the loss."""
+        tokens, targets = np.full((2, self.seq_len + 1), self.records.eos_id, np.int32)
+        segments, positions = np.zeros((2, self.seq_len), np.int32)
+        begin = 0
+        for segment, piece in enumerate(pieces, 1):
+            document = int(np.searchsorted(self._before, piece, side="right")) - 1
+            start = int(piece - self._before[document]) * self.seq_len
+            first, last = self.records.starts[document : document + 2]
+            ids = self.records.read(document, start, min(start + self.seq_len + 1, last - first))
+            end = begin + ids.size - 1
+            tokens[begin : end + 1] = ids
+            targets[begin:end] = ids[1:]
+            segments[begin:end] = segment
+            positions[begin:end] = np.arange(end - begin)
+            begin = end
+        return {
+            "tokens": tokens[:-1],
+            "targets": targets[:-1],
+            "segment_ids": segments,
+            "positions": positions,
+            "loss_mask": segments > 0,
+        }
 
 
-def row_of(records: TokenRecords, pieces: Iterable[tuple[int, int, int]], seq_len: int) -> Row:
-    """A row of (document, start, inputs) one after another, each a segment, the last input of each
-    with its target; the rest is padded with the eos id in segment 0, outside the loss."""
-    tokens, targets = np.full((2, seq_len + 1), records.eos_id, np.int32)
-    segments, positions = np.zeros((2, seq_len), np.int32)
-    begin = 0
-    for number, (document, start, size) in enumerate(pieces, 1):
-        end = begin + size
-        ids = records.read(document, start, start + size + 1)
-        tokens[begin : end + 1] = ids
-        targets[begin:end] = ids[1:]
-        segments[begin:end] = number
-        positions[begin:end] = np.arange(size)
-        begin = end
-    return {
-        "tokens": tokens[:-1],
-        "targets": targets[:-1],
-        "segment_ids": segments,
-        "positions": positions,
-        "loss_mask": segments > 0,
-    }
-
-
-# Rows of one kind, and the pieces in each of them: (length, how many).
-Kind = tuple[int, list[tuple[int, int]]]
+# Room in each row of one kind, their number, and the pieces in each: (length, how many).
+Kind = tuple[int, int, list[tuple[int, int]]]
 
 
 def plan_rows(histogram: np.ndarray, seq_len: int) -> list[Kind]:
@@ -187,57 +188,47 @@ def plan_rows(histogram: np.ndarray, seq_len: int) -> list[Kind]:
     first, each into the row with the least room that holds it. Pieces of one length are
     interchangeable: time and size of the plan grow with T, not with the documents.
     """
-    kinds: dict[int, list[Kind]] = collections.defaultdict(list)  # by the room that is left
-    rooms: list[int] = []  # those with rows, sorted
+    kinds: list[Kind] = []  # the least room comes last
 
-    def add(num_rows: int, pieces: list[tuple[int, int]], room: int) -> None:
+    def add(room: int, num_rows: int, pieces: list[tuple[int, int]]) -> None:
         if num_rows:
-            if not kinds[room]:
-                bisect.insort(rooms, room)
-            kinds[room].append((num_rows, pieces))
+            bisect.insort(kinds, (room, num_rows, pieces), key=lambda kind: -kind[0])
 
     for length in np.flatnonzero(histogram)[::-1].tolist():
         left = int(histogram[length])
         while left:
-            index = bisect.bisect_left(rooms, length)
-            room = rooms[index] if index < len(rooms) else seq_len
+            index = bisect.bisect_right(kinds, -length, key=lambda kind: -kind[0]) - 1
+            new = seq_len, -(-left // (seq_len // length)), []
+            room, num_rows, pieces = new if index < 0 else kinds.pop(index)
             fit = room // length  # a row that took a piece has the least room for the next
-            num_rows, pieces = kinds[room].pop() if index < len(rooms) else (-(-left // fit), [])
-            if index < len(rooms) and not kinds[room]:
-                del rooms[index]
             full = min(num_rows, left // fit)
             rest = left - full * fit if full < num_rows else 0
-            add(full, [*pieces, (length, fit)], room - fit * length)
-            add(min(rest, 1), [*pieces, (length, rest)], room - rest * length)
-            add(num_rows - full - min(rest, 1), pieces, room)
+            add(room - fit * length, full, [*pieces, (length, fit)])
+            add(room - rest * length, min(rest, 1), [*pieces, (length, rest)])
+            add(room, num_rows - full - min(rest, 1), pieces)
             left -= full * fit + rest
-    return [kind for room in sorted(kinds) for kind in kinds[room]]
+    return sorted(kinds, key=lambda kind: kind[0])
 
 
-class BestFitRows:
-    """Every target of every document once, in rows planned by `plan_rows`, padded in segment 0
-    outside the loss: a random-access source. A document of more than T targets is cut into pieces
-    of T and a rest, others are whole. `seed` permutes the pieces of one length.
+class BestFitRows(DocumentRows):
+    """The pieces in rows planned by `plan_rows`: a document is cut only if it is longer than a row.
+    `seed` permutes the pieces of one length.
 
-    In memory: `_order` [pieces], sorted by length; `_before` [documents + 1], the pieces before
-    each document; the plan. Raises `DataError` when no document has two tokens.
+    In memory also: `_order` [pieces], sorted by length; the plan.
     """
 
     def __init__(self, records: TokenRecords, *, seq_len: int, seed: int) -> None:
-        self.records, self.seq_len = records, seq_len
+        super().__init__(records, seq_len=seq_len)
         targets = records.sizes - 1
-        self._before = np.concatenate([[0], np.cumsum(-(-targets // seq_len))])
         lengths = np.full(self._before[-1], seq_len, np.min_scalar_type(seq_len))
         lengths[self._before[1:][targets > 0] - 1] = (targets[targets > 0] - 1) % seq_len + 1
-        if not lengths.size:
-            raise DataError(f"{records.where} has no document of 2 tokens; add text")
         order = np.random.default_rng(seed).permutation(lengths.size)
         self._order = order[np.argsort(lengths[order], kind="stable")]
         histogram = np.bincount(lengths)
         firsts = np.cumsum(histogram) - histogram  # the next piece of each length in _order
         self._starts, self._kinds = [0], []
-        for num_rows, pieces in plan_rows(histogram, seq_len):
-            self._kinds.append([(length, count, firsts[length]) for length, count in pieces])
+        for _, num_rows, pieces in plan_rows(histogram, seq_len):
+            self._kinds.append([(firsts[length], count) for length, count in pieces])
             for length, count in pieces:
                 firsts[length] += num_rows * count
             self._starts.append(self._starts[-1] + num_rows)
@@ -245,13 +236,8 @@ class BestFitRows:
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def __getitem__(self, index: int) -> Row:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+    def _pieces(self, index: int) -> Iterator[int]:
         kind = bisect.bisect_right(self._starts, index) - 1
-        number, pieces = index - self._starts[kind], []
-        for length, count, first in self._kinds[kind]:
-            for piece in self._order[first + number * count : first + (number + 1) * count]:
-                document = np.searchsorted(self._before, piece, side="right") - 1
-                pieces.append((document, (piece - self._before[document]) * self.seq_len, length))
-        return row_of(self.records, pieces, self.seq_len)
+        number = index - self._starts[kind]
+        for first, count in self._kinds[kind]:
+            yield from self._order[first + number * count : first + (number + 1) * count]

@@ -153,12 +153,12 @@ def _encoded(
         pool.shutdown(cancel_futures=True)
 
 
-_tokenizer = cache(build_tokenizer)
-
-
 def _encode(config: TokenizerConfig, samples_are_rows: bool, batch: _Batch) -> _Encoded:
     tokenizer = _tokenizer(config)
     return {x: encode_documents(batch[x], tokenizer, samples_are_rows) for x in batch}
+
+
+_tokenizer = cache(build_tokenizer)
 
 
 def _end_with_parent() -> None:
@@ -166,12 +166,7 @@ def _end_with_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 class _Writer:
@@ -249,19 +244,16 @@ class _Writer:
 
     def save(self, metadata: Metadata, extra: Metadata) -> Metadata:
         """Writes the manifest of all that is stored, once it is on disk."""
-        splits, files = {}, {}
-        for split, its in self.splits.items():
-            if its["num_documents"]:
-                splits[split] = its | {"text": self._census[split].summary()}
-                for name in (its["starts"], *its["shards"]):
-                    files[name] = self._files.get(name) or _flushed(self._folder / name)
-        self._files = dict(files)
-        manifest = records.sealed(metadata | {"splits": splits, "files": files} | extra)
+        kept = {split: its for split, its in self.splits.items() if its["num_documents"]}
+        before, self._files = self._files, {}
+        for name in (x for its in kept.values() for x in (its["starts"], *its["shards"])):
+            path = self._folder / name
+            if (found := before.get(name)) is None:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                found = {"num_bytes": path.stat().st_size, "sha256": sha256(path)}
+            self._files[name] = found
+        splits = {x: its | {"text": self._census[x].summary()} for x, its in kept.items()}
+        manifest = records.sealed(metadata | {"splits": splits, "files": self._files} | extra)
         write_json(self._folder / records.MANIFEST, manifest)
         return manifest
-
-
-def _flushed(path: Path) -> Metadata:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return {"num_bytes": path.stat().st_size, "sha256": sha256(path)}

@@ -121,11 +121,12 @@ def _is_sound(manifest: dict[str, Any]) -> bool:
         counts, dtype = [vocab_size, *ids], token_dtype(vocab_size)
         is_sound = "tokenizer" in manifest and manifest["dtype"] == dtype.name
         for entry in manifest["splits"].values():
-            sizes = [files[name]["num_bytes"] for name in (entry["starts"], *entry["shards"])]
-            counts += [entry["num_documents"], entry["num_tokens"], entry["text"]["num_bytes"]]
-            counts += sizes
-            is_sound &= sizes[0] == 8 * (entry["num_documents"] + 1)
-            is_sound &= sum(sizes[1:]) == dtype.itemsize * entry["num_tokens"]
+            first, *sizes = [files[x]["num_bytes"] for x in (entry["starts"], *entry["shards"])]
+            num_documents, num_tokens = entry["num_documents"], entry["num_tokens"]
+            counts += [first, *sizes, num_documents, num_tokens, entry["text"]["num_bytes"]]
+            is_sound &= num_documents > 0 and first == 8 * (num_documents + 1)
+            is_sound &= sum(sizes) == dtype.itemsize * num_tokens
+            is_sound &= all(size and size % dtype.itemsize == 0 for size in sizes)
         is_sound &= all(is_file_name(name) and "sha256" in x for name, x in files.items())
         is_sound &= all(0 <= x < vocab_size for x in ids)
     except (LookupError, TypeError, AttributeError):
@@ -150,26 +151,23 @@ def open_records(folder: Path, split: Split) -> TokenRecords:
             "a folder with train/ and validation/"
         )
     entry, files = manifest["splits"][split], manifest["files"]
-    paths = [folder / name for name in (*entry["shards"], entry["starts"])]
-    sizes = [files[path.name]["num_bytes"] for path in paths]
+    sizes = {folder / x: files[x]["num_bytes"] for x in (*entry["shards"], entry["starts"])}
+    digests = [files[path.name]["sha256"] for path in sizes]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(_check, paths, sizes, [files[path.name]["sha256"] for path in paths]))
+        list(pool.map(_check, sizes, sizes.values(), digests))
+    *paths, last = sizes
     dtype = token_dtype(manifest["vocab_size"])
-    try:
-        # Plain arrays: slices of a memmap cost numpy more.
-        shards = [np.asarray(np.memmap(path, dtype, "r")) for path in paths[:-1]]
-        starts = np.fromfile(paths[-1], "<i8")  # no count of tokens reaches 2^63
-    except (OSError, ValueError) as error:  # ValueError: no whole number of ids
-        raise DataError(f"{folder} cannot be read: {error}") from error
+    # Plain arrays: slices of a memmap cost numpy more.
+    shards = [np.asarray(np.memmap(path, dtype, "r")) for path in paths]
+    starts = np.fromfile(last, "<i8")  # no count of tokens reaches 2^63
     ends = np.cumsum([0, *(shard.size for shard in shards)])
-    is_sound = starts.size > 1 and starts[0] == 0 and starts[-1] == ends[-1]
-    is_sound = is_sound and bool(np.all(starts[:-1] < starts[1:]))
-    if not is_sound or np.any(starts[np.searchsorted(starts, ends)] != ends):
-        raise DataError(f"{paths[-1]} does not fit its shards; {_AGAIN}")
+    is_sound = (starts[0], starts[-1]) == (0, ends[-1]) and np.all(starts[:-1] < starts[1:])
+    if not is_sound or not np.isin(ends, starts).all():
+        raise DataError(f"{last} does not fit its shards; {_AGAIN}")
     options = {name: manifest[name] for name in ("vocab_size", "eos_id")}
     options["samples_are_rows"] = manifest.get("samples_are_rows") is True
-    files = [*zip(paths, sizes, strict=True)][:-1]
-    return TokenRecords(shards, starts, where=f"{folder} ({split})", files=files, **options)
+    mapped = [(path, sizes[path]) for path in paths]
+    return TokenRecords(shards, starts, where=f"{folder} ({split})", files=mapped, **options)
 
 
 def records_tokenizer(folder: Path) -> TokenizerConfig:

@@ -94,7 +94,7 @@ def _drawn(num_rows: int, weights: list[int]) -> list[int]:
     return drawn
 
 
-def that_have[T](parts: Iterable[T], open_part: Callable[[T], list[TokenRecords]]) -> list:
+def _that_have[T](parts: Iterable[T], open_part: Callable[[T], list[TokenRecords]]) -> list:
     """The records of all parts that have a split. Raises the error of the first if none has."""
     opened, errors = [], []
     for part in parts:
@@ -146,12 +146,6 @@ class WeightedConfig(Config):
         rows, sizes = zip(*parts, strict=True)
         stages = [(step * batch_size, weights) for step, weights in self.stages]
         stages = [(0, self.weights), *stages] if len(parts) > 1 else [(0, ())]
-        for _, weights in stages:
-            if len(weights) not in (0, len(parts)):
-                raise DataError(
-                    f"{type(self).__name__} has weights {weights} for {len(weights)} parts, and "
-                    f"{len(parts)} have a train split: prepare the others with one"
-                )
         scale = scale or [1] * len(parts)
         scaled = [(start, list(map(mul, weights, scale)) or sizes) for start, weights in stages]
         return MixedRows(rows, scaled), sum(sizes)
@@ -217,20 +211,20 @@ class RecordsConfig(WeightedConfig):
 
     def open(self, split: Split) -> list[TokenRecords]:
         self.manifests()
-        return that_have(self.located(), lambda folder: [records.open_records(folder, split)])
+        return _that_have(self.located(), lambda folder: [records.open_records(folder, split)])
 
     def rows(
         self, seed: int, batch_size: int = 1, shuffle_seeds: Iterator[int] | None = None
     ) -> tuple[RowSource, dict[str, Any]]:
         """(endless rows of the training splits, manifest). Every corpus takes one of
         `shuffle_seeds`: two of one size would otherwise be read in the same order."""
-        shuffle_seeds = shuffle_seeds or itertools.count(seed)
-        corpora = self.open("train")
+        found, shuffle_seeds = self.identity(), shuffle_seeds or itertools.count(seed)
+        corpora = [records.open_records(folder, "train") for folder in self.located()]
         parts = [corpus_rows(x, self, seed, next(shuffle_seeds)) for x in corpora]
         per_document = self.weights_per == "document"
         scale = [float(x.sizes.mean()) if per_document else 1.0 for x in corpora]
         rows, num_rows = self.mixed(parts, batch_size, scale)
-        return rows, self.identity() | {"num_rows": num_rows}
+        return rows, found | {"num_rows": num_rows}
 
     def identity(self) -> dict[str, Any]:
         """The part of the manifest that identifies the records."""
@@ -259,8 +253,8 @@ class TextConfig(Config):
 
     def open(self, split: Split) -> list[TokenRecords]:
         """The documents of a split as records in memory."""
-        tokenizer = build_tokenizer(self.tokenizer)
-        return [encode_documents(load_documents(self.corpus, split), tokenizer)]
+        documents = load_documents(self.corpus, split)
+        return [encode_documents(documents, build_tokenizer(self.tokenizer))]
 
     def rows(
         self, seed: int, batch_size: int = 1, shuffle_seeds: Iterator[int] | None = None
@@ -318,7 +312,7 @@ class MixtureConfig(WeightedConfig):
         return {"kind": "mixture", "parts": [part.identity() for part in self._alike]}
 
     def open(self, split: Split) -> list[TokenRecords]:
-        return that_have(self._alike, lambda part: part.open(split))
+        return _that_have(self._alike, lambda part: part.open(split))
 
     def rows(self, seed: int, batch_size: int = 1) -> tuple[RowSource, dict[str, Any]]:
         """(endless rows of the training splits, manifest)."""
@@ -344,9 +338,10 @@ DataConfig = TextConfig | RecordsConfig | MixtureConfig | RecallConfig | Batches
 
 def text_data(data: dict[str, Any]) -> TextConfig | RecordsConfig | MixtureConfig | None:
     """The data configuration of a run as an object, if it is text."""
-    classes = {config.__name__: config for config in (TextConfig, RecordsConfig, MixtureConfig)}
-    config = classes.get(str(data["type"]))  # a damaged one may be anything
-    return config and config.from_dict(data)
+    for config in (TextConfig, RecordsConfig, MixtureConfig):
+        if config.__name__ == data["type"]:
+            return config.from_dict(data)
+    return None
 
 
 def row_length(data: dict[str, Any]) -> int:

@@ -1,17 +1,78 @@
-"""Decoding: one token of every row."""
+"""The forward pass of inference: the model on the next piece of every row; decoding: one token."""
 
 import functools
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
 
-from ttcd_jax.inference.advance import advance, head_logits
+from ttcd_jax.errors import UserError
 from ttcd_jax.inference.model import InferenceModel
-from ttcd_jax.inference.prefill import MemoryMode, check_memory
 from ttcd_jax.inference.state import InferenceState, cache_slots
-from ttcd_jax.nn.row import check_array
+from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memory_chunk
+from ttcd_jax.nn.linear import rms_norm
+from ttcd_jax.nn.row import Cut, Hidden, Piece, check_array
+from ttcd_jax.sharding.rules import constrain, gathered
+from ttcd_jax.sharding.vocabulary import lookup
+
+# "kept": the memory is written by prompts and by decoding. "published": as in the authors' code,
+# it is empty before every prompt, and off in decoding and in prompts shorter than a chunk.
+MemoryMode = Literal["kept", "published"]
+
+
+def advance(
+    model: InferenceModel,
+    state: InferenceState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    halo: int = 0,
+    has_gap: bool = False,
+    is_plain: Bool[Array, " B"] | Literal[True] | None = None,
+) -> tuple[Hidden, InferenceState]:
+    """(final normed hidden states, state after the piece) of the next tokens of every row.
+
+    The first `lengths` of a row's T positions are tokens, the others padding; a row of length 0
+    keeps its state. `nn.row.Piece` defines which pieces fit the chunks of memories. `halo`: earlier
+    positions that attention reads (the window less one, or all read so far); `has_gap`: whether
+    some row has read fewer. T = 1 fits any state and needs no halo. `is_plain`: rows whose in-place
+    memories are neither read nor written, as in published decoding; True: all rows.
+    """
+    chunk_size, dtype = memory_chunk(model.config), model.config.precision.compute_dtype
+    phase = None if chunk_size is None else (state.position - state.chunk_start) % chunk_size
+    h, layers = lookup(_whole(model, model.embedding).astype(dtype), tokens), []
+    cut = Cut(chunk_size, model.config.window)
+    piece = Piece(state.position, lengths, phase, halo, has_gap, is_plain, h, cut)
+    for graph, params, before in zip(model.blocks, model.layers, state.layers, strict=True):
+        params = jax.tree.map(
+            lambda weight: weight.replace(_whole(model, weight)),
+            params,
+            is_leaf=lambda x: isinstance(x, nnx.Variable),
+        )
+        h, after = nnx.merge(graph, params).extend(h, piece, before)
+        h = constrain(h, "batch", "length", None)
+        layers.append(after)
+    hidden = rms_norm(h, _whole(model, model.final_norm), model.config.norm_eps)
+    state = state._replace(position=state.position + lengths, layers=tuple(layers))
+    return hidden, state
+
+
+def head_logits(
+    model: InferenceModel, hidden: Float[Array, "*batch D"]
+) -> Float[Array, "*batch V"]:
+    """Logits of final hidden states, in the compute dtype."""
+    return jnp.einsum("...D,VD->...V", hidden, head_weight(model).astype(hidden.dtype))
+
+
+def head_weight(model: InferenceModel) -> Float[Array, "V D"]:
+    return _whole(model, model.head)
+
+
+def _whole(model: InferenceModel, weight: nnx.Variable) -> jax.Array:
+    return gathered(weight, model.config.precision.compute_dtype)
 
 
 @functools.partial(jax.jit, static_argnames="memory", donate_argnums=1)
@@ -46,12 +107,20 @@ def one_token(
     memory: MemoryMode,
 ) -> tuple[Float[Array, "B D"], InferenceState]:
     """(final hidden states, state after the tokens [B]), as part of a larger program."""
-    is_plain = True if memory == "published" else None
-    lengths = is_active.astype(jnp.int32)
-    hidden, state = advance(
-        model, state, tokens[:, None], lengths, halo=0, has_gap=False, is_plain=is_plain
-    )
+    is_plain, lengths = True if memory == "published" else None, is_active.astype(jnp.int32)
+    hidden, state = advance(model, state, tokens[:, None], lengths, is_plain=is_plain)
     slots = cache_slots(state)
     if model.config.window is None and slots is not None:
         hidden = jnp.where(state.position[:, None, None] <= slots, hidden, jnp.nan)
     return hidden[:, 0], state
+
+
+def check_memory(config: TransformerConfig, memory: MemoryMode) -> None:
+    """Raises `UserError` for an unknown mode, or one that the model cannot have."""
+    if memory not in get_args(MemoryMode):
+        raise UserError(f"memory {memory!r} is not one of {', '.join(get_args(MemoryMode))}")
+    if memory == "published" and not has_in_place_memory(config):
+        raise UserError(
+            "memory='published' switches in-place memories off while decoding, and a model of "
+            f"method {config.method!r} has none: use 'kept'"
+        )

@@ -16,10 +16,9 @@ import numpy as np
 
 from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.inference.advance import head_logits
-from ttcd_jax.inference.decode import one_token
+from ttcd_jax.inference.decode import MemoryMode, head_logits, one_token
 from ttcd_jax.inference.model import InferenceModel
-from ttcd_jax.inference.prefill import MemoryMode, check_capacity, newest_hidden, stream
+from ttcd_jax.inference.prefill import check_capacity, newest_hidden, stream
 from ttcd_jax.inference.sampling import Sampler, SamplingConfig, batch_sampler, sample
 from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.inference.text import TextStream
@@ -109,8 +108,10 @@ class Generation(Iterator[Event]):
         self._model, self._memory, self._seen = model, memory, jnp.asarray(seen)
         self._pieces = stream(model, state, tokens, lengths, piece_size=piece_size, memory=memory)
         self._sampler = batch_sampler([request.sampling for request in requests])
-        rows = enumerate(zip(requests, prompts, strict=True))
-        self._rows = [_Row(index, request, tokenizer, prompt) for index, (request, prompt) in rows]
+        self._requests, self._left = requests, [request.max_new_tokens for request in requests]
+        self._ends = (tokenizer.eos_id, *tokenizer.stop_ids)
+        pairs = zip(requests, prompts, strict=True)
+        self._texts = [TextStream(tokenizer, x.stop, context=prompt) for x, prompt in pairs]
         dtype = model.config.precision.compute_dtype
         self._hidden = jnp.zeros((len(prompts), model.config.dim), dtype)
         self._events = self._generate()
@@ -132,47 +133,36 @@ class Generation(Iterator[Event]):
         for _ in self.read():
             pass
         model, sampler = self._model, self._sampler
-        unfinished = [row for row in self._rows if row.num_left]
-        yield from (Event(row.index, "", None, "length") for row in self._rows if not row.num_left)
-        if not unfinished:
-            return
-        position = self.state.position
-        tokens, self._seen = _first_token(model, self._hidden, sampler, self._seen, position)
+        yield from (
+            Event(row, "", None, "length") for row, left in enumerate(self._left) if not left
+        )
+        unfinished = [row for row, left in enumerate(self._left) if left]
+        if unfinished:
+            position = self.state.position
+            tokens, self._seen = _first_token(model, self._hidden, sampler, self._seen, position)
         while unfinished:
             drawn = np.asarray(tokens)
-            events = [row.take(int(drawn[row.index])) for row in unfinished]
+            events = [self._event(row, int(drawn[row])) for row in unfinished]
             is_read = np.zeros(len(drawn), bool)
             is_read[[e.row for e in events if e.finish_reason in (None, "length")]] = True
             if is_read.any():  # computed while the caller handles the events
                 tokens, self.state, self._seen = next_token(
                     model, self.state, tokens, is_read, sampler, self._seen, self._memory
                 )
-            pairs = zip(unfinished, events, strict=True)
-            unfinished = [row for row, event in pairs if event.finish_reason is None]
+            unfinished = [event.row for event in events if event.finish_reason is None]
             yield from events
 
-
-class _Row:
-    """The generated text of one row, on the host, and the conditions that end it."""
-
-    def __init__(
-        self, index: int, request: Request, tokenizer: Tokenizer, prompt: np.ndarray
-    ) -> None:
-        self.index, self.num_left = index, request.max_new_tokens
-        ends = (tokenizer.eos_id, *tokenizer.stop_ids)
-        self._stop_tokens = ends if request.stop_tokens is None else request.stop_tokens
-        self._text = TextStream(tokenizer, request.stop, context=prompt)
-
-    def take(self, token: int) -> Event:
-        self.num_left -= 1
-        if token in self._stop_tokens:
-            return Event(self.index, self._text.finish(), token, "eos")
-        text = self._text.push(token)
-        if self._text.is_stopped:
-            return Event(self.index, text, token, "stop")
-        if not self.num_left:
-            return Event(self.index, text + self._text.finish(), token, "length")
-        return Event(self.index, text, token, None)
+    def _event(self, row: int, token: int) -> Event:
+        stop_tokens, text = self._requests[row].stop_tokens, self._texts[row]
+        self._left[row] -= 1
+        if token in (self._ends if stop_tokens is None else stop_tokens):
+            return Event(row, text.finish(), token, "eos")
+        new = text.push(token)
+        if text.is_stopped:
+            return Event(row, new, token, "stop")
+        if not self._left[row]:
+            return Event(row, new + text.finish(), token, "length")
+        return Event(row, new, token, None)
 
 
 def _prompts(

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.models.transformer import Transformer, slot_of_layer
+from ttcd_jax.models.transformer import Transformer, layer_slots
 from ttcd_jax.sharding.rules import rounded
 
 
@@ -37,8 +37,7 @@ def inference_model(model: Transformer) -> InferenceModel:
         return nnx.Param(rounded(value, weight, dtype), **metadata)
 
     graphs, layers = [], []
-    for layer in range(model.config.num_layers):
-        slot = slot_of_layer(model.config, layer)
+    for slot in layer_slots(model.config):
         graph, params = nnx.split(getattr(getattr(model, slot.group), slot.block))
         graphs.append(graph)
         rows = functools.partial(copy_of, row=slot.row)

@@ -9,7 +9,6 @@ longer than reading thousands of tokens.
 """
 
 from collections.abc import Iterator
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +16,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.inference.advance import advance, head_logits
+from ttcd_jax.inference.decode import MemoryMode, advance, check_memory, head_logits
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState, cache_slots, fresh_memories
-from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memory_chunk
+from ttcd_jax.models.config import TransformerConfig, memory_chunk
 from ttcd_jax.tokens import check_tokens
 
-# "kept": the memory is written by prompts and by decoding. "published": as in the authors' code,
-# it is empty before every prompt, and off in decoding and in prompts shorter than a chunk.
-MemoryMode = Literal["kept", "published"]
 # Tokens of a row in one piece, by default: the arrays of 512 stay in a CPU's cache.
 PIECE_SIZE, CPU_PIECE_SIZE = 4096, 512
 LEAST_SIZE = 16  # shorter pieces are padded to it, except a single token
@@ -56,12 +52,7 @@ def prefill(
     `UserError` and `DataError` before anything is read: shapes, tokens outside the vocabulary, more
     tokens than a state of full attention holds.
     """
-    pieces = stream(model, state, tokens, lengths, piece_size=piece_size, memory=memory)
-    counts = np.full(len(tokens), np.shape(tokens)[1]) if lengths is None else np.asarray(lengths)
-    if counts.min(initial=1) < 1:
-        raise UserError(
-            f"row {int(counts.argmin())} has no token: logits need at least one, a bos for example"
-        )
+    pieces = stream(model, state, tokens, lengths, piece_size=piece_size, memory=memory, fewest=1)
     last = jnp.zeros((len(tokens), model.config.dim), model.config.precision.compute_dtype)
     for counts, hidden, after in pieces:
         last, state = newest_hidden(hidden, counts, last), after
@@ -76,10 +67,14 @@ def stream(
     *,
     piece_size: int | None = None,
     memory: MemoryMode = "kept",
+    fewest: int = 0,
 ) -> Pieces:
-    """`prefill` as an iterator over pieces, of rows that may have no tokens. Each piece donates the
-    state before it."""
-    tokens, lengths = _check(model.config, state, tokens, lengths, piece_size, memory)
+    """`prefill` as an iterator over pieces, of rows that have at least `fewest` tokens. Each piece
+    donates the state before it."""
+    if piece_size is not None and piece_size < 1:
+        raise UserError(f"piece_size {piece_size} must be at least 1")
+    tokens, lengths = _check(model.config, state, tokens, lengths, fewest)
+    check_memory(model.config, memory)
 
     def pieces(state: InferenceState) -> Pieces:
         chunk_size, is_plain = memory_chunk(model.config), None
@@ -89,18 +84,17 @@ def stream(
             is_plain = jnp.asarray(lengths < chunk_size)
         position, slots = np.asarray(state.position), cache_slots(state)
         phase = (position - np.asarray(state.chunk_start)) % (chunk_size or 1)
-        done = np.zeros_like(lengths)
+        done, window = np.zeros_like(lengths), model.config.window
         most = even_size(model.config, int(lengths.max(initial=0)), piece_size)
         while (done < lengths).any():
-            size, counts = next_piece(lengths - done, phase + done, chunk_size, most)
+            size, counts = _next_piece(lengths - done, phase + done, chunk_size, most)
             index = np.minimum(done[:, None] + np.arange(size), tokens.shape[1] - 1)
             piece = np.take_along_axis(tokens, index, axis=1)
-            before = (position + done)[counts > 0]
-            halo = 0 if size == 1 else _halo(before, model.config.window, slots)
-            has_gap = bool(before.min() < halo)
-            hidden, state = read_piece(
-                model, state, piece, counts, halo=halo, has_gap=has_gap, is_plain=is_plain
-            )
+            before, halo = (position + done)[counts > 0], 0
+            if size > 1 and slots is not None and before.max():
+                halo = _round_up(int(before.max()), slots) if window is None else window - 1
+            options = {"halo": halo, "has_gap": bool(before.min() < halo), "is_plain": is_plain}
+            hidden, state = read_piece(model, state, piece, counts, **options)
             yield counts, hidden, state
             done = done + counts
 
@@ -134,7 +128,7 @@ def even_size(config: TransformerConfig, longest: int, piece_size: int | None) -
     return unit * min(-(-even // step) * step, most)
 
 
-def next_piece(
+def _next_piece(
     left: np.ndarray, phase: np.ndarray, chunk_size: int | None, size: int
 ) -> tuple[int, np.ndarray]:
     """(T, tokens of each row) of the next piece of rows with `left` tokens to read, which begin
@@ -146,13 +140,6 @@ def next_piece(
     if ((room == chunk_size) | (left == 0)).all():
         return size, counts
     return min(size, chunk_size), np.minimum(counts, room)
-
-
-def _halo(before: np.ndarray, window: int | None, slots: int | None) -> int:
-    """Earlier positions that attention reads, after `before` tokens of every row."""
-    if slots is None or not before.max():
-        return 0
-    return _round_up(int(before.max()), slots) if window is None else window - 1
 
 
 def _round_up(count: int, most: int) -> int:
@@ -174,30 +161,15 @@ def check_capacity(config: TransformerConfig, state: InferenceState, lengths: np
         )
 
 
-def check_memory(config: TransformerConfig, memory: MemoryMode) -> None:
-    """Raises `UserError` for an unknown mode, or one that the model cannot have."""
-    if memory not in get_args(MemoryMode):
-        raise UserError(f"memory {memory!r} is not one of {', '.join(get_args(MemoryMode))}")
-    if memory == "published" and not has_in_place_memory(config):
-        raise UserError(
-            "memory='published' switches in-place memories off while decoding, and a model of "
-            f"method {config.method!r} has none: use 'kept'"
-        )
-
-
 def _check(
     config: TransformerConfig,
     state: InferenceState,
     tokens: np.ndarray,
     lengths: np.ndarray | None,
-    piece_size: int | None,
-    memory: MemoryMode,
+    fewest: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """`tokens` and `lengths` as int32 arrays."""
-    if piece_size is not None and piece_size < 1:
-        raise UserError(f"piece_size {piece_size} must be at least 1")
-    tokens = np.asarray(tokens)
-    batch_size = len(state.position)
+    tokens, batch_size = np.asarray(tokens), len(state.position)
     if tokens.ndim != 2 or len(tokens) != batch_size:
         raise UserError(
             f"tokens have shape {tokens.shape} and the state {batch_size} rows: they must be "
@@ -206,14 +178,13 @@ def _check(
     most = tokens.shape[1]
     lengths = np.full(batch_size, most) if lengths is None else np.asarray(lengths)
     is_count = lengths.shape == (batch_size,) and np.issubdtype(lengths.dtype, np.integer)
-    if not is_count or ((lengths < 0) | (lengths > most)).any():
+    if not is_count or ((lengths < fewest) | (lengths > most)).any():
         raise UserError(
             f"lengths {lengths.tolist()} do not fit tokens of shape {tokens.shape}: one length "
-            f"from 0 to {most} per row"
+            f"from {fewest} to {most} per row"
         )
     for row, length in zip(tokens, lengths, strict=True):
         check_tokens(row[:length], config.vocab_size)
     check_capacity(config, state, lengths)
-    check_memory(config, memory)
     tokens = np.where(np.arange(most) < lengths[:, None], tokens, 0)  # padding may be any number
     return tokens.astype(np.int32), lengths.astype(np.int32)

@@ -51,13 +51,11 @@ class Sampler(NamedTuple):
 def batch_sampler(configs: Sequence[SamplingConfig]) -> Sampler:
     """The settings of a batch, one configuration per row."""
     dtypes = {"top_k": jnp.int32, "seed": jnp.uint32}
-
-    def values(name: str) -> jax.Array:
-        column = [getattr(config, name) for config in configs]
-        column = [_ALL_TOKENS if value is None else value for value in column]
-        return jnp.array(column, dtypes.get(name, jnp.float32))
-
-    return Sampler(*map(values, Sampler._fields))
+    columns = {x: [getattr(config, x) for config in configs] for x in Sampler._fields}
+    columns["top_k"] = [_ALL_TOKENS if k is None else k for k in columns["top_k"]]
+    return Sampler(
+        **{x: jnp.array(column, dtypes.get(x, jnp.float32)) for x, column in columns.items()}
+    )
 
 
 def sample(
@@ -73,17 +71,12 @@ def sample(
     # Subtracting the largest logit keeps the likeliest tokens finite at any temperature.
     scores = logits - logits.max(-1, keepdims=True)
     scores = scores / jnp.where(is_greedy, 1, sampler.temperature[:, None])
-    noise = jnp.where(is_greedy, 0, _gumbel(sampler.seed, index, logits.shape[-1]))
+    keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))
+    noise = jnp.where(is_greedy, 0, noise(keys(sampler.seed, index)))
     cuts = (sampler.top_k < logits.shape[-1]) | (sampler.top_p < 1) | (sampler.min_p > 0)
     any_cuts = jnp.any(cuts & (sampler.temperature > 0))
     return jax.lax.cond(any_cuts, _draw_of_kept, _draw, scores, noise, sampler)
-
-
-def _gumbel(seed: jax.Array, index: jax.Array, size: int) -> jax.Array:
-    def draw(seed: jax.Array, index: jax.Array) -> jax.Array:
-        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), index), (size,))
-
-    return jax.vmap(draw)(seed, index)
 
 
 def _draw(scores: jax.Array, noise: jax.Array, sampler: Sampler) -> jax.Array:

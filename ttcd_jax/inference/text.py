@@ -14,10 +14,9 @@ _MIN_WINDOW, _MAX_WINDOW = 8, 16  # tokens, of one byte at least
 
 def typed(text: str) -> str:
     r"""A text as typed in a shell: nothing but \n, \t and \r is the characters they stand for."""
-    is_escaped = re.fullmatch(r"(\\[ntr])+", text)
-    return (
-        text.replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\r", "\r") if is_escaped else text
-    )
+    if not re.fullmatch(r"(\\[ntr])+", text):
+        return text
+    return text.replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\r", "\r")
 
 
 class TextStream:
@@ -77,15 +76,12 @@ class TextStream:
             return ""
         text = self._held + new
         starts = [(text.find(stop), stop) for stop in self._stop]
-        matches = [(start + len(stop), start) for start, stop in starts if start >= 0]
+        # The one that ends first: tokenization makes no difference.
+        matches = sorted((start + len(stop), start) for start, stop in starts if start >= 0)
         self.is_stopped = bool(matches)
-        if matches:
-            # The one that ends first: tokenization makes no difference.
-            self._held, rest = "", text[: min(matches)[1]]
-            return rest
-        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
+        end = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+        end, self._held = (matches[0][1], "") if matches else (end, text[end:])
+        return text[:end]
 
 
 def _num_certain(text: str) -> int:

@@ -37,7 +37,7 @@ Params = dict[str, Any]  # nested, arrays at the leaves
 
 CONFIG = "config.json"
 
-_EMBEDDING, _HEAD, _PREFIX = "model.embeddings.weight", "lm_head.weight", "model."
+_EMBEDDING, _HEAD = "model.embeddings.weight", "lm_head.weight"
 # Fields of our blocks without effect on a document's output: speed (with the chunks of the delta
 # rule), initialisation, gradients, document resets. Writers check the eps of q/k norms, which has
 # an effect where there are any.
@@ -47,9 +47,9 @@ _UNSEEN = {
     "student_conv_init", "teacher_conv_init", "zero_slope",
 }  # fmt: skip
 _MODEL_NAMES: Names = {
-    "model.embeddings.weight": ("embedding", "same"),
+    _EMBEDDING: ("embedding", "same"),
     "model.norm.weight": ("final_norm", "same"),
-    "lm_head.weight": ("head", "same"),
+    _HEAD: ("head", "same"),
 }
 
 
@@ -91,22 +91,25 @@ def names_on_disk(config: TransformerConfig) -> dict[str, Named]:
 
 def model_to_reference(params: Params, config: TransformerConfig) -> dict[str, np.ndarray]:
     """Every parameter of a model under its reference name. Linear, so it maps gradients too."""
-    rows = unstacked(config, by_name(params))
-    names = names_on_disk(config).items()
+    rows, names = unstacked(config, by_name(params)), names_on_disk(config).items()
     return {name: x.layout.to_theirs(np.asarray(rows[x.path])) for name, x in names}
 
 
 class Format(NamedTuple):
     """What the checkpoints of one implementation mean.
 
-    `model_of(config.json, precision)` is our configuration of the model. `unread` gives the keys of
-    `config.json` without effect, `renamed` their name of a tensor of the reference. Tensors whose
-    names end with one of `dropped` are buffers, which the configuration determines. `dtype`: of the
-    parameters that are read, None the widest of the files. `texts`: small files that are kept.
+    `model_of(config.json, precision)` is our configuration of the model; `source_of` its inverse,
+    which raises `UserError` for a model that the implementation, `title`, cannot express. `unread`
+    gives the keys of `config.json` without effect, `renamed` their name of a tensor of the
+    reference. Tensors whose names end with one of `dropped` are buffers, which the configuration
+    determines. `dtype`: of the parameters that are read, None the widest of the files. `texts`:
+    small files that are kept.
     """
 
     name: str
+    title: str
     model_of: Callable[[Mapping[str, Any], Precision], TransformerConfig]
+    source_of: Callable[[TransformerConfig], dict[str, Any]]
     unread: Callable[[Mapping[str, Any]], list[str]]
     dropped: tuple[str, ...]
     renamed: Callable[[str], str] = lambda name: name
@@ -127,10 +130,9 @@ def open_checkpoint(path: Path, form: Format) -> ImportedModel:
     """The model in a folder with `config.json` and weights, or in a weight file next to one. Its
     parameters are `StreamedLeaf`s by their names on disk: nothing but headers is read yet.
 
-    A second prefix `model.` of all names, as in training checkpoints, is removed. A tied model
-    takes the embedding, with a warning for a stored head that differs. Raises `DataError` for a
-    file that is missing or damaged and for a model that we do not support, by its key,
-    `CheckpointError` for names or shapes that do not fit `config.json`.
+    A tied model takes the embedding, with a warning for a stored head that differs. Raises
+    `DataError` for a file that is missing or damaged and for a model that we do not support, by its
+    key, `CheckpointError` for names or shapes that do not fit `config.json`.
     """
     folder = path if path.is_dir() else path.parent
     file = folder / CONFIG
@@ -152,13 +154,12 @@ def imported(
 ) -> ImportedModel:
     """The model of the `config.json` `source`, whose text is `text`, with these weights. Of
     `files`, the first has the configuration; `texts` are the contents of small files."""
-    config_file, names = files[0], _names(weights)
-    own = source.get("model")
+    config_file, own = files[0], source.get("model")
     counts = source.get("num_hidden_layers"), isinstance(own, dict) and own.get("num_layers")
     for layers in counts:
-        if isinstance(layers, int) and layers > len(names):  # before anything is built per layer
+        if isinstance(layers, int) and layers > len(weights):  # before anything is built per layer
             raise CheckpointError(
-                f"{config_file} has {layers} layers, the checkpoint {len(names)} tensors"
+                f"{config_file} has {layers} layers, the checkpoint {len(weights)} tensors"
             )
     kinds = {tensor.dtype for tensor in weights.stored.values()}
     dtype = form.dtype or functools.reduce(jnp.promote_types, kinds)
@@ -168,14 +169,14 @@ def imported(
         config = form.model_of(source, Precision(param=kind, compute=compute))
     except UserError as error:
         raise DataError(f"{config_file}: {error}") from error
-    dropped = sorted(name for name in names if name.endswith(form.dropped))
-    is_tied = config.has_tied_head and _HEAD in names
-    used = names.keys() - {*dropped, *([_HEAD] if is_tied else [])}
+    dropped = [name for name in weights if name.endswith(form.dropped)]
+    is_tied = config.has_tied_head and _HEAD in weights
+    used = weights.keys() - {*dropped, *([_HEAD] if is_tied else [])}
     wanted = {form.renamed(name): x for name, x in names_on_disk(config).items()}
     shapes = {name: jax.eval_shape(x.layout.to_theirs, x.leaf) for name, x in wanted.items()}
-    if problem := misfit(shapes, {name: weights.stored[names[name]] for name in used}):
+    if problem := misfit(shapes, {name: weights.stored[name] for name in used}):
         raise CheckpointError(f"{path} is not the model of its configuration: {problem}")
-    params = {x.path: _leaf(weights, names[name], x, dtype) for name, x in wanted.items()}
+    params = {x.path: _leaf(weights, name, x, dtype) for name, x in wanted.items()}
     metadata = {
         "format": form.name,
         "path": str(path.absolute()),
@@ -184,62 +185,52 @@ def imported(
         },
         "model_type": source["model_type"],
         "num_parameters": sum(math.prod(leaf.shape) for leaf in params.values()),
-        "has_prefix": any(name != stored for name, stored in names.items()),
         "dropped": dropped,
-        "tied_head": _tied_head(weights, names, form.renamed(_EMBEDDING)) if is_tied else None,
+        "tied_head": _tied_head(weights, form.renamed(_EMBEDDING)) if is_tied else None,
         "ignored_keys": form.unread(source),
-        "dtypes": {name: weights.stored[names[name]].dtype.name for name in sorted(names)},
+        "dtypes": {name: tensor.dtype.name for name, tensor in weights.stored.items()},
         "config_json": text,
         "text_files": dict(texts),
     }
     return ImportedModel(unflatten_dict(params, sep="/"), config, metadata)
 
 
-def _names(weights: WeightFiles) -> dict[str, str]:
-    """Name -> the name in the file, which may have one more prefix."""
-    if not any(name.startswith(_PREFIX + _PREFIX) for name in weights):
-        return {name: name for name in weights}
-    names: dict[str, str] = {}
-    for stored in weights:
-        name = stored.removeprefix(_PREFIX)
-        if name in names:
-            raise DataError(
-                f"{weights.stored[stored].file}: {names[name]!r} and {stored!r} are the same tensor"
-            )
-        names[name] = stored
-    return names
-
-
-def _leaf(weights: WeightFiles, stored: str, ours: Named, dtype: np.dtype) -> StreamedLeaf:
+def _leaf(weights: WeightFiles, name: str, ours: Named, dtype: np.dtype) -> StreamedLeaf:
     def read() -> np.ndarray:
-        return np.ascontiguousarray(ours.layout.to_ours(weights[stored]), dtype)
+        return np.ascontiguousarray(ours.layout.to_ours(weights[name]), dtype)
 
     return StreamedLeaf(ours.leaf.shape, dtype, read)
 
 
-def _tied_head(weights: WeightFiles, names: Mapping[str, str], embedding: str) -> str:
-    if np.array_equal(weights[names[_HEAD]], weights[names[embedding]]):
+def _tied_head(weights: WeightFiles, embedding: str) -> str:
+    if np.array_equal(weights[_HEAD], weights[embedding]):
         return "equal to the embedding"
     text = "%s differs from the embedding it is tied to: the embedding is used for both"
-    logging.warning(text, names[_HEAD])
+    logging.warning(text, _HEAD)
     return "differs from the embedding, not used"
 
 
 def exported(
     params: Params,
     config: TransformerConfig,
+    metadata: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+    *,
     form: Format,
-    describe: Callable[[], dict[str, Any]],
-    metadata: Mapping[str, Any] | None,
-    dtype: str | None,
+    **keys: Any,
 ) -> tuple[dict[str, np.ndarray], str]:
     """(tensors by their names, text of `config.json`) of one of our models.
 
     With the `metadata` of its import, tensors and configuration are those of the import, bit for
-    bit; otherwise they are float32 and `describe()`. `dtype` replaces either. Raises `UserError`
-    for a value that `dtype` cannot hold.
+    bit; otherwise they are float32 and `form.source_of(config)` with `keys`. `dtype` replaces
+    either. Raises `UserError` for a model that the format cannot express, and for a value that
+    `dtype` cannot hold.
     """
-    source = parse_json(metadata["config_json"].encode(), Path(CONFIG)) if metadata else describe()
+    if metadata:
+        source = parse_json(metadata["config_json"].encode(), Path(CONFIG))
+    else:
+        source = form.source_of(config) | keys
+        _check_expressed(config, form.model_of(source, config.precision), form.title)
     tensors = {form.renamed(x): y for x, y in model_to_reference(params, config).items()}
     if metadata and metadata["tied_head"]:
         tensors[_HEAD] = tensors[form.renamed(_EMBEDDING)]
@@ -254,7 +245,7 @@ def as_json(value: Any) -> str:
     return json.dumps(value, indent=2) + "\n"
 
 
-def check_expressed(ours: TransformerConfig, theirs: TransformerConfig, whose: str) -> None:
+def _check_expressed(ours: TransformerConfig, theirs: TransformerConfig, whose: str) -> None:
     """Raises `UserError` for the first field, of those that the output of a document depends on,
     that differs between a model and what its exported configuration describes."""
     for difference in differences(_seen(theirs), _seen(ours)):

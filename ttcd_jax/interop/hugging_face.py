@@ -1,32 +1,54 @@
-"""Checkpoints of Hugging Face transformers: models of the families Llama (Llama, SmolLM2), Qwen2
-and Qwen3.
+"""Checkpoints of Hugging Face transformers, both ways: models of the families Llama (SmolLM2),
+Mistral, Qwen2 and Qwen3, and models with a memory in their down projections, with their own code
+(`modeling_ttcd.py`).
 
 A folder has `config.json`, weights (.safetensors, one file or shards), and usually
 `tokenizer.json`, `tokenizer_config.json` and `generation_config.json`. Weights are read tensor by
 tensor while they are written into a run directory, in the dtype that they have.
 """
 
+import functools
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ttcd_jax.data.tokenizer import TEXT_FILES
-from ttcd_jax.errors import DataError
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from ttcd_jax.data.tokenizer import BOS_NAMES, EOS_NAMES, TEXT_FILES, ByteTokenizer, Tokenizer
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import parse_json
 from ttcd_jax.interop.checkpoint import (
+    CONFIG,
     Format,
     ImportedModel,
+    Params,
     as_json,
+    exported,
     imported,
     open_checkpoint,
 )
 from ttcd_jax.interop.gguf_files import open_gguf
+from ttcd_jax.methods import method_named
+from ttcd_jax.methods.in_place import PrefixSettings
 from ttcd_jax.methods.registry import Source
 from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.nn.rope import Llama3Config, RopeConfig, YarnConfig
+from ttcd_jax.nn.rope import Llama3Config, RopeConfig, YarnConfig, pair_frequencies
 from ttcd_jax.precision import Precision
 
 OWN_TYPE = "ttcd"  # of exports that `modeling_ttcd.py` computes
+MODELING = Path(__file__).with_name("modeling_ttcd.py")
+# The versions of transformers with which the code was tried: it names them itself.
+_LINE = next(x for x in MODELING.read_text().splitlines() if x.startswith("TRIED = "))
+TRIED = tuple(re.findall(r"\d[\d.]+", _LINE))
+_CLASSES = {"AutoConfig": "TTCDConfig", "AutoModelForCausalLM": "TTCDForCausalLM"}
+# Settings that this code does not compute, with the values it assumes.
+_ASSUMED = {"renorm_chunks": None, "orthogonalizes_updates": False}
+_NAMES, _TOKENIZER = "tokenizer_config.json", "PreTrainedTokenizerFast"
+_TITLE = "Hugging Face transformers"
 _FLAG = "use_sliding_window"
 # Parts of names: the reference implementation's, and those of all families here.
 _RENAMED = (
@@ -40,9 +62,7 @@ _RENAMED = (
 def their_name(name: str) -> str:
     """The name in transformers of a tensor of the reference implementation. Tensors of a memory
     keep their names."""
-    for ours, theirs in _RENAMED:
-        name = name.replace(ours, theirs)
-    return name
+    return functools.reduce(lambda found, parts: found.replace(*parts), _RENAMED, name)
 
 
 class Family(NamedTuple):
@@ -79,13 +99,13 @@ ROPES = {"llama3": (Llama3Config, _SHARED | _LLAMA3), "yarn": (YarnConfig, _SHAR
 SIZES = {"vocab_size": "vocab_size", "hidden_size": "dim", "intermediate_size": "mlp_dim"}
 SIZES |= {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
 _DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "rope_theta": 10_000.0}
-# Keys, the only values of them that are read, and the needs of any other value.
+# Keys, the only values of them that are read, besides null, and the needs of any other value.
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "another activation"),
     "attention_bias": ((False,), "a bias of attention's output projection"),
     "mlp_bias": ((False,), "biases of the MLP"),
-    "quantization_config": ((None,), "quantised weights: save the model in bfloat16"),
-    "partial_rotary_factor": ((None, 1, 1.0), "rotary embedding of a part of each head"),
+    "quantization_config": ((), "quantised weights: save the model in bfloat16"),
+    "partial_rotary_factor": ((1,), "rotary embedding of a part of each head"),
 }
 # Keys that are read elsewhere, or have no effect on a forward pass.
 _SILENT = {
@@ -100,12 +120,16 @@ _SILENT = {
 }  # fmt: skip
 
 
-def model_of(source: Mapping[str, Any], precision: Precision | None = None) -> TransformerConfig:
-    """Our configuration of the model that a `config.json` of transformers describes. Raises
-    `DataError` for an unsupported family or option, naming its key, and for a senseless value."""
+def model_of(source: Mapping[str, Any], precision: Precision = Precision()) -> TransformerConfig:
+    """Our configuration of the model that a `config.json` of transformers describes; that of an
+    export of ours has its own, but for the dtype of parameters. Raises `DataError` for an
+    unsupported family or option, naming its key, and for a senseless value."""
     kind = source.get("model_type")
     if kind == OWN_TYPE:
-        return _own_model(source, precision)
+        if not isinstance(model := source.get("model"), dict):
+            raise DataError("model is no configuration of a model: export the run again")
+        config = TransformerConfig.from_dict(model)
+        return config.replace(precision=config.precision.replace(param=precision.param))
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise DataError(
             f"model_type {kind!r} is none of {', '.join(FAMILIES)}: a model with other norms, "
@@ -114,14 +138,15 @@ def model_of(source: Mapping[str, Any], precision: Precision | None = None) -> T
     family = FAMILIES[kind]
     values = Source({**_DEFAULTS, **family.defaults, **source})
     for key, (allowed, need) in _ONLY.items():
-        if key in source and source[key] not in allowed and source[key] is not None:
+        if source.get(key) not in (None, *allowed):
             raise DataError(f"{key}={str(source[key])[:80]} is not supported: it needs {need}")
     sizes: dict[str, Any] = {ours: values.whole(theirs) for theirs, ours in SIZES.items()}
-    head_dim, window = values.values.get("head_dim"), _window(values, family)
+    if values.values.get("head_dim") is not None:
+        sizes["head_dim"] = values.whole("head_dim")
+    window = _window(values, family)
     return TransformerConfig(
         **sizes,
         num_kv_heads=values.values.get("num_key_value_heads"),
-        head_dim=None if head_dim is None else values.whole("head_dim"),
         norm_eps=values.positive("rms_norm_eps"),
         qk_norm_eps=values.positive("rms_norm_eps"),
         init_std=values.number("initializer_range", 0.02),
@@ -131,47 +156,8 @@ def model_of(source: Mapping[str, Any], precision: Precision | None = None) -> T
         rope=_rope(values),
         window=window,
         method="full" if window is None else "swa",
-        precision=precision or Precision(),
+        precision=precision,
     )
-
-
-HUGGING_FACE = Format(
-    "huggingface",
-    model_of=model_of,
-    unread=lambda source: sorted(source.keys() - _SILENT),
-    dropped=("rotary_emb.inv_freq",),  # stored by old versions
-    renamed=their_name,
-    texts=TEXT_FILES,
-)
-
-
-def open_hugging_face(path: Path) -> ImportedModel:
-    """`open_checkpoint`. All parameters have the widest dtype of the files, bfloat16 as a rule, in
-    which the model then computes too (float32 where the files are float16)."""
-    return open_checkpoint(path, HUGGING_FACE)
-
-
-def open_gguf_file(path: Path) -> tuple[ImportedModel, dict[str, str]]:
-    """The model in a GGUF file, dequantized to float32, and the contents of the files that a folder
-    of transformers would have for its texts. Raises as `open_gguf` and `open_checkpoint` do."""
-    found = open_gguf(path)
-    architecture = FAMILIES[found.config["model_type"]].architecture
-    source = {"architectures": [architecture], "torch_dtype": "float32"} | found.config
-    texts = {name: text for name, text in found.texts.items() if name in TEXT_FILES}
-    text = as_json(source)
-    model = imported(path, HUGGING_FACE, source, found.weights, [path], text, texts)
-    return model._replace(metadata=model.metadata | {"dequantized": found.types}), found.texts
-
-
-def _own_model(source: Mapping[str, Any], precision: Precision | None) -> TransformerConfig:
-    """The configuration inside of an export of ours, with the dtype of its parameters."""
-    model = source.get("model")
-    if not isinstance(model, dict):
-        raise DataError("model is no configuration of a model: export the run again")
-    config = TransformerConfig.from_dict(model)
-    if precision is None:
-        return config
-    return config.replace(precision=config.precision.replace(param=precision.param))
 
 
 def _window(values: Source, family: Family) -> int | None:
@@ -226,3 +212,158 @@ def _rope(values: Source) -> RopeConfig:
             above, below = (0.1 * x * math.log(max(fields["factor"], 1)) + 1 for x in scales)
             fields.setdefault("magnitude", above / below)
     return RopeConfig(base=base, **{kind: config(**fields)})
+
+
+def source_of(config: TransformerConfig) -> dict[str, Any]:
+    """The `config.json` of a model, of a family or, with a memory, of `modeling_ttcd.py`; the
+    inverse of `model_of`. Raises `UserError` for a memory that this code does not compute, and for
+    two eps of norms."""
+    sizes = {theirs: getattr(config, ours) for theirs, ours in SIZES.items()} | {
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "tie_word_embeddings": config.has_tied_head,
+    }
+    return sizes | (_own_keys(config) if _is_own(config) else _family_keys(config))
+
+
+def _is_own(config: TransformerConfig) -> bool:
+    """Whether `modeling_ttcd.py` computes the model: one with a memory or attention sinks."""
+    has_memory = method_named(config.method).layers != "none"
+    return has_memory or bool(config.sink_tokens) or config.has_sink_logits
+
+
+def _family_keys(config: TransformerConfig) -> dict[str, Any]:
+    if config.has_qk_norm and config.qk_norm_eps != config.norm_eps:
+        raise UserError(
+            f"{_TITLE} has one eps for all norms, this model norm_eps {config.norm_eps} and "
+            f"qk_norm_eps {config.qk_norm_eps}"
+        )
+    window = config.window if config.method != "full" else None
+    kind = "llama" if window is None else "mistral"
+    if config.has_qk_norm or config.has_qkv_bias:
+        kind = "qwen3" if config.has_qk_norm else "qwen2"
+    scaling = None
+    if config.rope.linear_factor != 1:
+        scaling = {"rope_type": "linear", "factor": config.rope.linear_factor}
+    for name, (_, keys) in ROPES.items():
+        if (found := getattr(config.rope, name)) is not None:
+            values = {theirs: getattr(found, ours) for theirs, ours in keys.items()}
+            scaling = {"rope_type": name} | {x: y for x, y in values.items() if y is not None}
+    source = {
+        "model_type": kind,
+        "architectures": [FAMILIES[kind].architecture],
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.base,
+        "rope_scaling": scaling,  # here, all versions of transformers read it
+        "attention_dropout": 0.0,
+        "initializer_range": config.init_std,
+    }
+    if window is not None:
+        source["sliding_window"] = window
+        if kind != "mistral":
+            source |= {"use_sliding_window": True, "max_window_layers": 0}
+            source["layer_types"] = ["sliding_attention"] * config.num_layers
+    return source
+
+
+def _own_keys(config: TransformerConfig) -> dict[str, Any]:
+    settings, remedy = config.settings, "export with --format=reference"
+    if settings is not None and not isinstance(settings, PrefixSettings):
+        raise UserError(f"{MODELING.name} has no memory of the method {config.method!r}: {remedy}")
+    for name, value in _ASSUMED.items():
+        if (found := getattr(settings, name, value)) != value:
+            raise UserError(
+                f"{MODELING.name} does not compute {name}={found!r}, only {value!r}: {remedy}"
+            )
+    frequencies, magnitude = pair_frequencies(config.rope, config.head_size)
+    return {
+        "model_type": OWN_TYPE,
+        "architectures": [_CLASSES["AutoModelForCausalLM"]],
+        "auto_map": {kind: f"{MODELING.stem}.{name}" for kind, name in _CLASSES.items()},
+        "transformers_version": TRIED[-1],
+        "tokenizer_class": _TOKENIZER,
+        "model": config.replace(memory=settings).to_dict(),
+        "rotary": {"frequencies": [float(x) for x in frequencies], "magnitude": magnitude},
+        "sliding_window": config.window,
+    }
+
+
+HUGGING_FACE = Format(
+    "huggingface",
+    _TITLE,
+    model_of=model_of,
+    source_of=source_of,
+    unread=lambda source: sorted(source.keys() - _SILENT),
+    dropped=("rotary_emb.inv_freq",),  # stored by old versions
+    renamed=their_name,
+    texts=TEXT_FILES,
+)
+# All parameters have the widest dtype of the files, bfloat16 as a rule, in which the model then
+# computes too (float32 where the files are float16).
+open_hugging_face = functools.partial(open_checkpoint, form=HUGGING_FACE)
+
+
+def open_gguf_file(path: Path) -> tuple[ImportedModel, dict[str, str]]:
+    """The model in a GGUF file, dequantized to float32, and the contents of the files that a folder
+    of transformers would have for its texts. Raises as `open_gguf` and `open_checkpoint` do."""
+    found = open_gguf(path)
+    architecture = FAMILIES[found.config["model_type"]].architecture
+    source = {"architectures": [architecture], "torch_dtype": "float32"} | found.config
+    texts = {name: text for name, text in found.texts.items() if name in TEXT_FILES}
+    text = as_json(source)
+    model = imported(path, HUGGING_FACE, source, found.weights, [path], text, texts)
+    return model._replace(metadata=model.metadata | {"dequantized": found.types}), found.texts
+
+
+def export_hugging_face(
+    params: Params,
+    config: TransformerConfig,
+    *,
+    length: int,
+    metadata: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """(tensors by their names in transformers, text of every small file) of a model for rows of up
+    to `length` tokens; a model with a memory or sinks has a file of code. `metadata`, `dtype` and
+    errors are those of `exported`."""
+    keys = {"max_position_embeddings": length}
+    tensors, text = exported(params, config, metadata, dtype, form=HUGGING_FACE, **keys)
+    code = {MODELING.name: MODELING.read_text()} if _is_own(config) else {}
+    return tensors, {CONFIG: text} | code
+
+
+def text_files(tokenizer: Tokenizer, stored: Mapping[str, str]) -> dict[str, str]:
+    """The files that generation in transformers needs besides `tokenizer.json`: the `stored` ones
+    of the imported checkpoint, or such that name bos and eos; eos is the padding where there is
+    none; the byte tokenizer as a `tokenizer.json`."""
+    files, ends = {}, [tokenizer.eos_id, *tokenizer.stop_ids]
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if ends[1:] else ends[0]}
+    files["generation_config.json"] = as_json(ids | {"pad_token_id": ends[0]})
+    if isinstance(tokenizer, ByteTokenizer):
+        files["tokenizer.json"], bos, eos = _byte_tokenizer(), BOS_NAMES[0], EOS_NAMES[0]
+    else:
+        bos, eos = (tokenizer.token(x) for x in (tokenizer.bos_id, tokenizer.eos_id))
+    named = {"bos_token": bos, "eos_token": eos, "tokenizer_class": _TOKENIZER, "pad_token": eos}
+    named |= {"padding_side": "left", "model_input_names": ["input_ids", "attention_mask"]}
+    if (text := stored.get(_NAMES)) is not None:
+        named = parse_json(text.encode(), Path(_NAMES))
+        named["pad_token"] = named.get("pad_token") or named.get("eos_token") or eos
+    return files | dict(stored) | {_NAMES: as_json(named)}
+
+
+def _byte_tokenizer() -> str:
+    """`ByteTokenizer` as a `tokenizer.json`: byte-level BPE without merges, bos before a text."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [x for x in range(256) if x not in visible]
+    letters = {chr(x): x for x in visible} | {chr(256 + i): x for i, x in enumerate(hidden)}
+    bos, eos = BOS_NAMES[0], EOS_NAMES[0]
+    special = {bos: ByteTokenizer.bos_id, eos: ByteTokenizer.eos_id}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=letters | special, merges=[]))
+    tokenizer.add_special_tokens([bos, eos])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, special[bos])]
+    )
+    return tokenizer.to_str(pretty=True)

@@ -5,26 +5,21 @@ differ between model classes: an absent key takes the default of the table. A `D
 setting that the reference's code supports and ours does not.
 """
 
+import functools
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.interop.checkpoint import (
-    Format,
-    ImportedModel,
-    Params,
-    check_expressed,
-    exported,
-    open_checkpoint,
-)
+from ttcd_jax.interop.checkpoint import Format, exported, open_checkpoint
 from ttcd_jax.methods import METHODS, Method, method_named
 from ttcd_jax.methods.registry import REQUIRED, Key, Reference, Source
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.nn.rope import RopeConfig
+from ttcd_jax.precision import Precision
 
 _PLAIN = "transformer"  # the model of a method whose memory is switched off
 # Keys without effect on the forward pass, or read outside the tables.
@@ -55,9 +50,8 @@ def _family_of(source: Mapping[str, Any]) -> tuple[Method, Reference]:
     """The method of a model, plain if its memory is off. Raises `DataError` for an unknown one."""
     name, known = source.get("model_type"), families()
     if not isinstance(name, str) or name not in known:
-        raise DataError(
-            f"model_type {name!r} is none of the reference's: {', '.join(sorted(known))}"
-        )
+        names = ", ".join(sorted(known))
+        raise DataError(f"model_type {name!r} is none of the reference's: {names}")
     method, reference = known[name]
     is_off = reference.has_switch and not Source(source).flag("ttt_mode", True)
     is_empty = method.layers == "fast" and source.get("ttt_layers") == []
@@ -72,12 +66,12 @@ def unread_keys(source: Mapping[str, Any]) -> list[str]:
     return sorted(set(source) - known)
 
 
-def transformer_config(source: Mapping[str, Any], **changes: Any) -> TransformerConfig:
-    """Our configuration of the model that a `config.json` of the reference describes.
-
-    Its q/k norm always has eps 1e-5. `changes`: fields that have no key in it. Raises `DataError`
-    for an unknown `model_type`, a missing key, or a flag value that we do not support.
-    """
+def transformer_config(
+    source: Mapping[str, Any], precision: Precision = Precision()
+) -> TransformerConfig:
+    """Our configuration of the model that a `config.json` of the reference describes. Its q/k norm
+    always has eps 1e-5. Raises `DataError` for an unknown `model_type`, a missing key, or a flag
+    value that we do not support."""
     method, reference = _family_of(source)
     for name, value in reference.fixed.items():
         if source.get(name, value) != value:
@@ -87,15 +81,15 @@ def transformer_config(source: Mapping[str, Any], **changes: Any) -> Transformer
     values = Source(source)
     fields: dict[str, Any] = {"method": method.name}
     fields |= {key.field: _value(key, values) for key in reference.keys}
-    fields |= {"mlp_dim": _mlp_dim(values)} | reference.read(values)
-    nested: dict[str, dict[str, Any]] = {"rope": {}, "memory": {}}
-    for field in [field for field in fields if "." in field]:
-        group, _, leaf = field.partition(".")
-        nested[group][leaf] = fields.pop(field)
+    fields["mlp_dim"] = source.get("intermediate_size")
+    if fields["mlp_dim"] is None:
+        width = values.positive("hidden_size") * values.positive("hidden_ratio", 4)
+        fields["mlp_dim"] = 256 * math.ceil(int(width * 2 / 3) / 256)
+    fields = unflatten_dict(fields | reference.read(values), sep=".")
+    fields |= {"qk_norm_eps": 1e-5, "rope": RopeConfig(**fields.get("rope", {}))}
     if method.settings is not None:
-        fields["memory"] = method.settings(**nested["memory"])
-    fields |= {"qk_norm_eps": 1e-5, "rope": RopeConfig(**nested["rope"])}
-    return TransformerConfig(**(fields | changes))
+        fields["memory"] = method.settings(**fields.get("memory", {}))
+    return TransformerConfig(precision=precision, **fields)
 
 
 def _value(key: Key, source: Source) -> Any:
@@ -107,14 +101,6 @@ def _value(key: Key, source: Source) -> Any:
     if not isinstance(value, str) or value not in key.choices:
         raise DataError(f"{key.name}={value!r} is none of {', '.join(map(repr, key.choices))}")
     return key.choices[value]
-
-
-def _mlp_dim(source: Source) -> int:
-    size = source.values.get("intermediate_size")
-    if size is not None:
-        return size
-    width = source.positive("hidden_size") * source.positive("hidden_ratio", 4)
-    return 256 * math.ceil(int(width * 2 / 3) / 256)
 
 
 def reference_config(config: TransformerConfig) -> dict[str, Any]:
@@ -140,31 +126,14 @@ def reference_config(config: TransformerConfig) -> dict[str, Any]:
     return source | dict(reference.fixed) | reference.write(config, config.settings)
 
 
-_FORMAT = Format(
+REFERENCE = Format(
     "reference",
-    model_of=lambda source, precision: transformer_config(source, precision=precision),
+    "the reference implementation",
+    model_of=transformer_config,
+    source_of=reference_config,
     unread=unread_keys,
     dropped=(".ttt_lr", "inv_freq"),  # stored by old runs
     dtype=np.dtype(np.float32),
 )
-
-
-def open_reference(path: Path) -> ImportedModel:
-    """`open_checkpoint`, with float32 parameters."""
-    return open_checkpoint(path, _FORMAT)
-
-
-def export_reference(
-    params: Params,
-    config: TransformerConfig,
-    metadata: Mapping[str, Any] | None = None,
-    dtype: str | None = None,
-) -> tuple[dict[str, np.ndarray], str]:
-    """`exported`. Raises `UserError` for a model that the reference cannot express."""
-
-    def describe() -> dict[str, Any]:
-        source = reference_config(config)
-        check_expressed(config, transformer_config(source), "the reference implementation")
-        return source
-
-    return exported(params, config, _FORMAT, describe, metadata, dtype)
+open_reference = functools.partial(open_checkpoint, form=REFERENCE)
+export_reference = functools.partial(exported, form=REFERENCE)

@@ -6,12 +6,10 @@ overlap, leave a gap or do not end with the file, and sizes of another dtype or 
 names, control characters in names, and NaN are rejected here.
 """
 
-import importlib
-import pickle
-import struct
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -24,17 +22,15 @@ from ttcd_jax.files import parse_json, read_index, whole_file, write_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-TORCH = "pytorch_model.bin"
-SHARD_BYTES = 5_000_000_000  # at most, as Hugging Face writes files
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-DTYPES = {dtype.name: dtype for dtype in _DTYPES.values()}
 _MAX_NAME = 256
 _MAX_HEADER = 20_000_000  # bytes: more than 100,000 tensors
+_REMEDY = "save the model with save_pretrained(safe_serialization=True)"
 
 
 class StoredTensor(NamedTuple):
@@ -45,21 +41,17 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class WeightFiles(Mapping[str, np.ndarray]):
-    """The tensors of a checkpoint by name, sorted, each read on access in the dtype of its file.
-    Reading one with NaN or infinity raises `DataError`."""
+    """The tensors of a checkpoint by name, each read on access in the dtype of its file. Reading
+    one with NaN or infinity raises `DataError`."""
 
-    def __init__(
-        self,
-        stored: dict[str, StoredTensor],
-        read: Callable[[str], np.ndarray],
-        files: tuple[Path, ...],
-    ) -> None:
-        self.stored, self.files = dict(sorted(stored.items())), files
-        self._read = read
+    stored: dict[str, StoredTensor]
+    read: Callable[[str], np.ndarray]
+    files: tuple[Path, ...]
 
     def __getitem__(self, name: str) -> np.ndarray:
-        value = self._read(name)
+        value = self.read(name)
         if not np.isfinite(value).all():
             raise DataError(
                 f"tensor {name!r} of {self.stored[name].file} holds NaN or infinity: the "
@@ -75,39 +67,50 @@ class WeightFiles(Mapping[str, np.ndarray]):
 
 
 def open_weights(path: Path) -> WeightFiles:
-    """The tensors of a checkpoint folder, of one .safetensors file, or of a torch file (.bin, .pt).
-    Raises `DataError` naming a file, and a tensor, that is missing or damaged, `UserError` for a
-    torch file without torch installed."""
-    if path.is_dir():
-        return _open_folder(path)
-    if not path.is_file():
+    """The tensors of a checkpoint folder or of one .safetensors file; nothing but headers is read
+    yet. Raises `DataError` naming a file, and a tensor, that is missing or damaged."""
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise DataError(f"{path} is no .safetensors file: {_REMEDY}")
+        return _opened([path])
+    if not path.is_dir():
         raise DataError(f"no checkpoint file or folder at {path}")
-    if path.suffix in TORCH_SUFFIXES:
-        arrays = read_torch_file(path)
-        stored = {name: StoredTensor(path, x.dtype, x.shape) for name, x in arrays.items()}
-        return WeightFiles(stored, arrays.__getitem__, (path,))
-    if path.suffix != ".safetensors":
-        raise DataError(f"{path} is neither a folder nor a .safetensors, .bin or .pt file")
-    return _open_safetensors([path])
+    found = [path / name for name in (SINGLE, INDEX) if (path / name).is_file()]
+    if not found:
+        raise DataError(f"{path} holds neither {SINGLE} nor {INDEX}: {_REMEDY}")
+    if found[1:]:
+        raise DataError(f"{path} holds {SINGLE} and {INDEX}: remove the one that is out of date")
+    _check_link(found[0])
+    return _opened(found) if found[0].name == SINGLE else _indexed(found[0])
 
 
-def _open_folder(folder: Path) -> WeightFiles:
-    names = [name for name in (SINGLE, INDEX, TORCH) if (folder / name).is_file()]
-    if names[:2] == [SINGLE, INDEX]:
-        raise DataError(f"{folder} holds {SINGLE} and {INDEX}: remove the one that is out of date")
-    if names:
-        first = folder / names[0]
-        _check_link(first)
-        return _open_indexed(first) if first.name == INDEX else open_weights(first)
-    if (folder / ".metadata").is_file():
-        raise DataError(
-            f"{folder} is a distributed torch checkpoint: make one file of it first, python -m "
-            "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
-        )
-    raise DataError(f"{folder} holds none of {SINGLE}, {INDEX}, {TORCH}")
+def _indexed(index: Path) -> WeightFiles:
+    """The tensors of the shards that an index names; both must have the same tensors."""
+    weight_map = read_index(index)
+    files = [index.parent / shard for shard in sorted({*weight_map.values()})]
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{file} is missing: {INDEX} names it")
+        _check_link(file)
+    weights = _opened(files)
+    holders = {name: tensor.file.name for name, tensor in weights.stored.items()}
+    for name in sorted(holders.keys() | weight_map.keys()):
+        listed, actual = weight_map.get(name), holders.get(name)
+        if listed != actual:
+            raise DataError(f"{index}: tensor {name!r} is in {actual}, and the index says {listed}")
+    return weights
 
 
-def _open_safetensors(files: Sequence[Path]) -> WeightFiles:
+def _check_link(file: Path) -> None:
+    """Raises `DataError` for a link out of its folder, unless it is one of the hub's cache, from
+    snapshots/<revision>/ to blobs/."""
+    folder = file.absolute().parent
+    if file.resolve().parent not in (folder.resolve(), folder.parent.parent / "blobs"):
+        remedy = "copy the folder with the files themselves (cp -rL)"
+        raise DataError(f"{file} is a link that leaves its folder: {remedy}")
+
+
+def _opened(files: Sequence[Path]) -> WeightFiles:
     stored: dict[str, StoredTensor] = {}
     for file in files:
         tensors = _stored_in(file)
@@ -120,7 +123,7 @@ def _open_safetensors(files: Sequence[Path]) -> WeightFiles:
         with safe_open(stored[name].file, framework="np") as handle:
             return handle.get_tensor(name)
 
-    return WeightFiles(stored, read, tuple(files))
+    return WeightFiles(dict(sorted(stored.items())), read, tuple(files))
 
 
 def _stored_in(file: Path) -> dict[str, StoredTensor]:
@@ -144,34 +147,8 @@ def _stored_in(file: Path) -> dict[str, StoredTensor]:
                 f"{file}: tensor {name!r} has dtype {entry['dtype']}, only {', '.join(_DTYPES)} "
                 "are read: save the checkpoint in one of these"
             )
-    stored = ((name, _DTYPES[x["dtype"]], tuple(x["shape"])) for name, x in header.items())
-    return {name: StoredTensor(file, dtype, shape) for name, dtype, shape in stored}
-
-
-def _open_indexed(index: Path) -> WeightFiles:
-    """The tensors of the shards that an index names; both must have the same tensors."""
-    weight_map = read_index(index)
-    files = [index.parent / shard for shard in sorted({*weight_map.values()})]
-    for file in files:
-        if not file.is_file():
-            raise DataError(f"{file} is missing: {INDEX} names it")
-        _check_link(file)
-    weights = _open_safetensors(files)
-    holders = {name: tensor.file.name for name, tensor in weights.stored.items()}
-    for name in sorted(holders.keys() | weight_map.keys()):
-        listed, actual = weight_map.get(name), holders.get(name)
-        if listed != actual:
-            raise DataError(f"{index}: tensor {name!r} is in {actual}, and the index says {listed}")
-    return weights
-
-
-def _check_link(file: Path) -> None:
-    """Raises `DataError` for a link out of its folder, unless it is one of the hub's cache, from
-    snapshots/<revision>/ to blobs/."""
-    folder = file.absolute().parent
-    if file.resolve().parent not in (folder.resolve(), folder.parent.parent / "blobs"):
-        remedy = "copy the folder with the files themselves (cp -rL)"
-        raise DataError(f"{file} is a link that leaves its folder: {remedy}")
+    kinds = {name: (_DTYPES[x["dtype"]], tuple(x["shape"])) for name, x in header.items()}
+    return {name: StoredTensor(file, *kind) for name, kind in kinds.items()}
 
 
 def cast(tensors: Mapping[str, np.ndarray], kinds: Mapping[str, str]) -> dict[str, np.ndarray]:
@@ -180,7 +157,7 @@ def cast(tensors: Mapping[str, np.ndarray], kinds: Mapping[str, str]) -> dict[st
     result = {}
     for name, tensor in tensors.items():
         with np.errstate(over="ignore"):  # reported by name below
-            result[name] = tensor.astype(DTYPES[kinds[name]])
+            result[name] = tensor.astype(kinds[name])
         if not np.isfinite(result[name]).all():
             raise UserError(
                 f"{name} has values that {kinds[name]} cannot hold (largest "
@@ -190,12 +167,11 @@ def cast(tensors: Mapping[str, np.ndarray], kinds: Mapping[str, str]) -> dict[st
 
 
 def write_safetensors(
-    folder: Path, tensors: Mapping[str, np.ndarray], max_shard_bytes: int = SHARD_BYTES
+    folder: Path, tensors: Mapping[str, np.ndarray], max_shard_bytes: int = 5_000_000_000
 ) -> list[Path]:
-    """Writes `model.safetensors`, or shards of at most `max_shard_bytes` (or one tensor) and
-    their index last; returns the files. Raises `UserError` when one cannot be written."""
-    if not tensors:
-        raise UserError(f"no tensors to write into {folder}")
+    """Writes `model.safetensors`, or shards of at most `max_shard_bytes` (or one tensor; 5 GB as
+    Hugging Face writes them) and their index last; returns the files. Raises `UserError` when one
+    cannot be written."""
     split = split_state_dict_into_shards_factory(
         dict(tensors),
         get_storage_size=lambda tensor: tensor.nbytes,
@@ -212,57 +188,8 @@ def write_safetensors(
                 save_file(arrays, unfinished, metadata={"format": "pt"})
         except SafetensorError as error:
             raise UserError(f"cannot write {files[-1]}: {error}; choose another folder") from error
-    if not split.is_sharded:
-        return files
-    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-    write_json(folder / INDEX, index)
-    return [*files, folder / INDEX]
-
-
-TORCH_SUFFIXES = (".bin", ".pt", ".pth")
-# Exceptions of torch for damaged files, determined by damaging one at many positions.
-_READ_ERRORS = (
-    *(pickle.UnpicklingError, struct.error, RuntimeError, ValueError, OSError, EOFError),
-    *(LookupError, TypeError, AttributeError, AssertionError, ArithmeticError),
-)
-
-
-def read_torch_file(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a state dict by name; a training checkpoint has it under `model`. Raises
-    `UserError` without torch, `DataError` unless all are float32, float16 and bfloat16 tensors."""
-    try:
-        torch = importlib.import_module("torch")
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{path} is a torch file and torch is not installed: install it, or save the "
-            "checkpoint as .safetensors"
-        ) from error
-    try:
-        # Tensors and plain containers only: a pickle that would call anything is refused.
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except _READ_ERRORS as error:
-        # torch's own message advises loading the file anyway, code included.
-        raise DataError(
-            f"{path} is damaged or holds more than weights ({type(error).__name__}): save the "
-            "state dict alone, or as .safetensors"
-        ) from error
-    if isinstance(state, dict) and isinstance(state.get("model"), dict):
-        state = state["model"]
-    if not isinstance(state, dict) or not state:
-        raise DataError(f"{path} holds no state dict")
-    return {name: _array(torch, path, name, state[name]) for name in state}
-
-
-def _array(torch: Any, path: Path, name: Any, tensor: Any) -> np.ndarray:
-    if not isinstance(name, str) or not name.isprintable():
-        raise DataError(f"{path}: {name!r} is not a tensor name")
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-        raise DataError(f"{path}: {name!r} is a {type(tensor).__name__}, not a dense tensor")
-    if tensor.dtype == torch.bfloat16:  # numpy has none: view the bits
-        return tensor.detach().contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-    if tensor.dtype not in (torch.float32, torch.float16):
-        raise DataError(
-            f"{path}: tensor {name!r} has dtype {tensor.dtype}, only float32, float16 and bfloat16 "
-            "are read"
-        )
-    return tensor.detach().contiguous().numpy()
+    if split.is_sharded:
+        files.append(folder / INDEX)
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json(files[-1], index)
+    return files

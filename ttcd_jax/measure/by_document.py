@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from scipy.special import stdtrit
@@ -58,8 +58,8 @@ class Selection:
     @functools.cached_property
     def digest(self) -> str:
         """The sha256 of documents and metadata."""
-        parts = (array.tobytes() for array in self._arrays.values())
-        return hashlib.sha256(b"".join(hashlib.sha256(x).digest() for x in parts)).hexdigest()
+        parts = (hashlib.sha256(array.tobytes()).digest() for array in self._arrays.values())
+        return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def manifest(self) -> bytes:
         """An npz file with the published arrays, `flat_tokens` int32, `lengths` int32 and
@@ -88,11 +88,11 @@ def first_texts(
 ) -> Iterator[str]:
     """The texts of the first documents, at most `num_tokens` in all."""
     for part in records:
-        for document, size in enumerate(part.sizes):
+        for document, size in enumerate(part.sizes.tolist()):
             if num_tokens <= 0:
                 return
-            yield tokenizer.decode(part.read(document, 0, min(int(size), num_tokens)))
-            num_tokens -= int(size)
+            yield tokenizer.decode(part.read(document, 0, min(size, num_tokens)))
+            num_tokens -= size
 
 
 def select(
@@ -132,15 +132,15 @@ def select(
         "selected_doc_length_quantiles": _quantiles([ids.size for ids in chosen]),
     }
     for least in _LENGTHS:
+        long = [length for length in eligible if length >= least]
         stats[f"sampled_docs_ge_{least}"] = sum(length >= least for length in lengths)
-        stats[f"eligible_docs_ge_{least}"] = sum(length >= least for length in eligible)
-        stats[f"eligible_tokens_ge_{least}"] = sum(n for n in eligible if n >= least)
+        stats |= {f"eligible_docs_ge_{least}": len(long), f"eligible_tokens_ge_{least}": sum(long)}
     return Selection(chosen, stats)
 
 
 def _quantiles(lengths: Sequence[int]) -> dict[str, int]:
-    ordered = sorted(lengths)
-    return {name: ordered[int((len(ordered) - 1) * q)] for name, q in _QUANTILES.items()}
+    found = np.quantile(lengths, [*_QUANTILES.values()], method="lower")
+    return dict(zip(_QUANTILES, found.tolist(), strict=True))
 
 
 def read_manifest(path: Path, tokenizer: str) -> Selection:
@@ -187,31 +187,20 @@ def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
     whose losses say too little of others. For a difference of two models, give the differences of
     their sums: the interval is that of pairs.
     """
-    documents = (counts > 0).sum(axis=0)
+    documents, total = (counts != 0).sum(axis=0), counts.sum(axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        mean = sums.sum(axis=0) / counts.sum(axis=0)
+        mean = sums.sum(axis=0) / total
         variance = ((sums - mean * counts) ** 2).sum(axis=0) * documents / (documents - 1)
-        half = stdtrit(documents - 1, (1 + _COVERAGE) / 2) * np.sqrt(variance) / counts.sum(axis=0)
+        half = stdtrit(documents - 1, (1 + _COVERAGE) / 2) * np.sqrt(variance) / total
     half = np.where(documents >= _LEAST_DOCUMENTS, half, np.nan)
     return Means(mean, mean - half, mean + half)
-
-
-class DocumentRecord(Protocol):
-    """The losses of some tokens of a document: their number, and the sum in nats."""
-
-    @property
-    def document(self) -> int | None: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def nll(self) -> float: ...
 
 
 type Bucket = Callable[[Any], Any]  # of a record; None: it is left out
 type Curves = dict[str, tuple[list[Any], Means]]  # by label: the buckets, and their means
 
 
-def means_of[R: DocumentRecord](series: Series[R], bucket: Bucket) -> tuple[Curves, Curves]:
+def means_of(series: Series[Any], bucket: Bucket) -> tuple[Curves, Curves]:
     """Nats per token of the records of every series by `bucket`, and by run those of its variant
     with the memory on minus off, in pairs."""
     means, pairs = {}, {}
@@ -255,48 +244,43 @@ def _paired_sums(
     return names, [nll for _, nll, _ in found], tokens
 
 
-def _sums(
-    records: Sequence[DocumentRecord], bucket: Bucket
-) -> tuple[list[Any], np.ndarray, np.ndarray]:
+def _sums(records: Sequence[Any], bucket: Bucket) -> tuple[list[Any], np.ndarray, np.ndarray]:
     """(buckets, sums of losses [documents, buckets], numbers of tokens)."""
-    kept = [(name, record) for record in records if (name := bucket(record)) is not None]
-    names = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in kept))}
-    documents = sorted({record.document or 0 for _, record in kept if record.tokens})
-    numbers = {document: i for i, document in enumerate(documents)}
-    nll, tokens = np.zeros((2, len(numbers), len(names)))
-    for name, record in kept:
-        if record.tokens:
-            index = numbers[record.document or 0], names[name]
-            nll[index] += record.nll
-            tokens[index] += record.tokens
-    return [*names], nll, tokens
+    kept = [(name, x) for x in records if (name := bucket(x)) is not None]
+    columns = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in kept))}
+    documents = sorted({x.document or 0 for _, x in kept if x.tokens})
+    rows = {document: i for i, document in enumerate(documents)}
+    nll, tokens = np.zeros((2, len(rows), len(columns)))
+    for name, x in kept:
+        if x.tokens:
+            nll[rows[x.document or 0], columns[name]] += x.nll
+            tokens[rows[x.document or 0], columns[name]] += x.tokens
+    return [*columns], nll, tokens
 
 
 def cells(names: list[Any], means: Means, *, has_ends: bool = False) -> dict[Any, str | None]:
     """The means by name with half of their intervals, "2.345 ± 0.012", or with their ends, "9.310
     (8.204 to 10.633)"; None for an unknown mean."""
-    result: dict[Any, str | None] = dict.fromkeys(names)
+    result: dict[Any, str | None] = {}
     for name, mean, low, high in zip(names, *means, strict=True):
         form = ",.3f" if abs(mean) < 1e6 else ".3e"
-        interval = f" ± {(high - low) / 2:{form}}"
-        if math.isnan(high - low):
-            interval = " (no interval)"
-        elif has_ends:
-            interval = f" ({low:{form}} to {high:{form}})"
-        result[name] = None if math.isnan(mean) else f"{mean:{form}}{interval}"
+        ends = f" ({low:{form}} to {high:{form}})" if has_ends else f" ± {(high - low) / 2:{form}}"
+        ends = " (no interval)" if math.isnan(high - low) else ends
+        result[name] = None if math.isnan(mean) else f"{mean:{form}}{ends}"
     return result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DocumentTask[Record: DocumentRecord](Task[Selection, Any]):
+class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
     """Losses on documents without special tokens: those of `text`, a file or folder; None: the
     run's held-out text. `manifest`: exactly those of another evaluation, its documents.npz, to
     which the options that choose documents do not apply.
     """
 
+    # A record is of some tokens of a document: has its number `document` (None: of several), the
+    # number of the `tokens`, and the sum `nll` of their losses in nats.
     value = "nats per token"  # or perplexity
     is_lower_better = True
-    sentence: ClassVar[str]  # that says what the picture shows
     shaping: ClassVar[tuple[str, ...]] = ()  # options that define buckets
 
     text: str | None = None
@@ -323,7 +307,7 @@ class DocumentTask[Record: DocumentRecord](Task[Selection, Any]):
             chosen = self.choose(plain_documents(records, tokenizer), subject)
             num_files = sum(part.num_files or len(part.shards) for part in records)
             stats = {"mode": "single_document", "num_files": num_files} | chosen.stats
-            chosen = dataclasses.replace(chosen, stats=stats, tokenizer=digest)
+            chosen = Selection(chosen.documents, stats, digest)
         for ids in chosen.documents:
             check_tokens(ids, subject.model.config.vocab_size)
         return chosen
@@ -350,15 +334,15 @@ class DocumentTask[Record: DocumentRecord](Task[Selection, Any]):
     def table(cls, series: Series[Record]) -> list[Row]:
         """A row per bucket: every series and every difference, with their intervals."""
         means, pairs = means_of(series, operator.attrgetter(cls.key))
-        columns: Curves = {}
+        columns: dict[str, dict[Any, str | None]] = {}
         for label, (names, x) in means.items():
-            columns[label] = names, cls.shown(x)
+            # The intervals of a perplexity are those of nats, exponentiated.
+            columns[label] = cells(names, cls.shown(x), has_ends=cls.value == "perplexity")
             if pair := pairs.get(run := label.removesuffix(f", {MEMORY_OFF}")):
-                columns[f"{run}, on - off (nats)"] = pair
+                columns[f"{run}, on - off (nats)"] = cells(*pair)
         rows: dict[Any, dict[str, Any]] = {}
-        for label, curve in columns.items():
-            has_ends = cls.value == "perplexity" and label in means  # those of nats, exponentiated
-            for name, cell in cells(*curve, has_ends=has_ends).items():
+        for label, column in columns.items():
+            for name, cell in column.items():
                 rows.setdefault(name, {cls.key: name})[label] = cell
         return [*rows.values()]
 
@@ -387,7 +371,7 @@ class DocumentTask[Record: DocumentRecord](Task[Selection, Any]):
         }
 
     @classmethod
-    def x(cls, record: Record) -> float | None:
+    def x(cls, record: Any) -> float | None:
         """Where a record is along a picture; None: it is left out."""
         return getattr(record, cls.key)
 
@@ -399,8 +383,7 @@ class DocumentTask[Record: DocumentRecord](Task[Selection, Any]):
         draw_curves(folder / path, cls.title, cls.x_label, cls.value, shown)
         pictures = [Picture(path, f"{cls.sentence} {_BAND}")]
         if pairs:
-            path = Path(f"{cls.name}_difference.png")
-            title = f"{cls.title}: on - off"
+            path, title = Path(f"{cls.name}_difference.png"), f"{cls.title}: on - off"
             draw_curves(folder / path, title, cls.x_label, "nats per token", pairs)
             pictures.append(Picture(path, f"{_DIFFERENCE} {_BAND}"))
         return pictures

@@ -12,9 +12,9 @@ import os
 import random
 import string
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -47,11 +47,9 @@ _of_harness = lm_eval.evaluator.evaluate
 # The harness' own tasks on the data sets of `_SOURCES`; all others are read when a name is none of
 # them, which takes seconds.
 _FOLDERS = [Path(lm_eval.tasks.__file__).with_name(x) for x in ("hellaswag", "arc", "mmlu")]
-# Those that need transformers, another tokenizer than the run's, and downloads.
-_OURS = ("lm_eval.tasks.ruler.", "lm_eval.tasks.babilong.")
-_COMMANDS = (
-    ": RULER and BABILong are measured by evaluate --task=ruler, evaluate --task=babilong "
-    "--form=harness"
+_REMEDY = (
+    ": its data are files of --data=FOLDER (docs/evaluation.md), or in datasets' cache; RULER and "
+    "BABILong are measured by evaluate --task=ruler, evaluate --task=babilong --form=harness"
 )
 # Settings of other libraries that change nothing at these values.
 _OFF = [("top_k", 0), ("top_k", -1), ("num_beams", 1), ("num_return_sequences", 1)]
@@ -201,7 +199,7 @@ def _check(tasks: Mapping[str, Any], options: Mapping[str, Any]) -> None:
 
 class Refusals(contextlib.AbstractContextManager[None]):
     """Inside, what the harness, a task or a template raises is a `UserError`; a defect of ours in
-    what they call stays one. Where its RULER or BABILong fails, it names our commands."""
+    what they call stays one."""
 
     def __init__(self, text: str, remedy: str = "") -> None:
         self._text, self._remedy = text, remedy
@@ -209,13 +207,11 @@ class Refusals(contextlib.AbstractContextManager[None]):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if not isinstance(error, Exception) or isinstance(error, UserError):
             return
-        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(trace)]
+        modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(trace))
         places = [name[:7] for name in modules if name.startswith(("lm_eval.", "ttcd_jax."))]
         if "lm_eval" not in places or places[-1] == "lm_eval":
             cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            is_ours = any(name.startswith(_OURS) for name in modules)
-            remedy = _COMMANDS if is_ours else self._remedy
-            raise UserError(f"the harness {self._text} ({cause}){remedy}") from error
+            raise UserError(f"the harness {self._text} ({cause}){self._remedy}") from error
 
 
 class Items(list[tuple[str, str]]):
@@ -236,13 +232,12 @@ def load_tasks(
     include_path: str | None = None,
     limit: float | None = None,
     num_fewshot: int | None = None,
-    metadata: Mapping[str, Any] | None = None,
 ) -> Items:
     """Tasks and groups of the harness by name, with their own prompts. A task takes its rows from
     the files of the folder `data` where it has them; those of a group that have none there are left
-    out, with a warning. `include_path`: a folder of YAML files of more tasks. `limit`,
-    `num_fewshot` and `metadata` are those of `lm_eval`. Raises `UserError` for an unknown name and
-    a task that cannot be built, `DataError` for a file.
+    out, with a warning. `include_path`: a folder of YAML files of more tasks. `limit` and
+    `num_fewshot` are those of `lm_eval`. Raises `UserError` for an unknown name and a task that
+    cannot be built, `DataError` for a file.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"--include_path={include_path} is no folder")
@@ -251,20 +246,18 @@ def load_tasks(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is chosen here
     datasets.disable_progress_bars()
     more: list[str | Path] = [] if include_path is None else [include_path]
-    manager = functools.partial(lm_eval.tasks.TaskManager, metadata=dict(metadata or {}))
-    known = manager(include_path=[*_FOLDERS, *more], include_defaults=False)
+    known = lm_eval.tasks.TaskManager(include_path=[*_FOLDERS, *more], include_defaults=False)
     if not known.task_index.keys() >= {*names}:
-        known = manager(include_path=more)
-    splits = functools.cache(functools.partial(_splits, data))
-    index, local = known.task_index, functools.partial(_local_fields, data, splits)
+        known = lm_eval.tasks.TaskManager(include_path=more)
+    index = known.task_index
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)  # noqa: NPY002  # where tasks draw
-    remedy = ": its data are files of --data=FOLDER (docs/evaluation.md), or in datasets' cache"
-    with Refusals(f"cannot build {', '.join(names)}", remedy):
+    with Refusals(f"cannot build {', '.join(names)}", _REMEDY):
         for name in names:
             if name not in index:
                 raise UserError(f"the harness has no task {name!r}{closest(name, [*index])}")
-            _localize(index, name, local)
+            if data is not None:
+                _localize(index, name, Path(data), functools.cache(_splits))
         loaded = known.load([*names])
     for task in loaded["tasks"].values():
         _set_fewshot(task, num_fewshot)
@@ -274,13 +267,14 @@ def load_tasks(
 type _Row = dict[str, Any]
 
 
-def _localize(index: dict[str, Any], name: str, local: Callable[[_Row], _Row]) -> None:
-    """Makes a task, or the members of a group or tag, take local rows; members that have none are
-    left out. Raises `UserError` where none is left, `DataError` for a damaged file."""
+def _localize(index: dict[str, Any], name: str, folder: Path, splits: Any) -> None:
+    """Makes a task, or the members of a group or tag, take local rows, of `_splits`; members that
+    have none are left out. Raises `UserError` where none is left, `DataError` for a damaged
+    file."""
     if (entry := index.get(name)) is None:  # defined inside of its group
         return
     if entry.kind.name not in ("GROUP", "TAG"):
-        fields = local(entry.cfg or {})
+        fields = _local_fields(entry.cfg or {}, folder, splits)
         if fields and entry.yaml_path is not None:
             config = load_yaml(entry.yaml_path, resolve_func=True)
             entry.cfg, entry.yaml_path = config | fields, None
@@ -290,7 +284,7 @@ def _localize(index: dict[str, Any], name: str, local: Callable[[_Row], _Row]) -
         inner = member if isinstance(member, str) else member.get("task", member.get("group"))
         try:
             if isinstance(inner, str):
-                _localize(index, inner, local)
+                _localize(index, inner, folder, splits)
             kept.append(member)
         except DataError:
             raise
@@ -333,89 +327,74 @@ def measure(items: Items, scorer: Scorer) -> Any:
         raise DataError(f"a row does not fit the prompt of its task ({error})") from error
 
 
-class _Source(NamedTuple):
-    """The files of a data set: `<stem>.jsonl` for its `scored` split, `<stem>_<split>.jsonl`
-    for any. `read` makes of a line (row as on the hub, choices, answer)."""
-
-    stem: str
-    scored: str
-    read: Callable[[_Row], tuple[_Row, list[Any], Any]]
-
-
-def _hellaswag(row: _Row) -> tuple[_Row, list[Any], Any]:
-    names, label = ("activity_label", "ctx_a", "ctx_b", "endings"), int(row["label"])
-    return {name: row[name] for name in names} | {"label": label}, row["endings"], label
-
-
-def _arc(row: _Row) -> tuple[_Row, list[Any], Any]:
-    """As on the hub, or with a list of `choices` and the index `gold`."""
-    if isinstance(choices := row["choices"], dict):
-        answer = choices["label"].index(row["answerKey"])
-    else:
-        labels = [*string.ascii_uppercase[: len(choices)]]
-        choices, answer = {"text": choices, "label": labels}, row["gold"]
-    key = {"question": row["question"], "answerKey": choices["label"][answer]}
-    return key | {"choices": choices}, choices["text"], answer
-
-
-def _mmlu(row: _Row) -> tuple[_Row, list[Any], Any]:
-    if len(row["choices"]) != 4:
-        raise ValueError("there are not four choices")
-    names = ("subject", "question", "choices", "answer")
-    return {name: row[name] for name in names}, row["choices"], row["answer"]
-
-
+# By (dataset_path, dataset_name): the files of a data set are `<stem>.jsonl` for the split that is
+# scored, `<stem>_<split>.jsonl` for any.
 _SOURCES = {
-    ("Rowan/hellaswag", None): _Source("hellaswag", "validation", _hellaswag),
-    ("allenai/ai2_arc", "ARC-Easy"): _Source("arc_easy", "test", _arc),
-    ("allenai/ai2_arc", "ARC-Challenge"): _Source("arc_challenge", "test", _arc),
-    ("cais/mmlu", None): _Source("mmlu", "test", _mmlu),
+    ("Rowan/hellaswag", None): ("hellaswag", "validation"),
+    ("allenai/ai2_arc", "ARC-Easy"): ("arc_easy", "test"),
+    ("allenai/ai2_arc", "ARC-Challenge"): ("arc_challenge", "test"),
+    ("cais/mmlu", None): ("mmlu", "test"),
 }
 
 
-def _local_fields(
-    folder: str | None, splits: Callable[[_Source], dict[str, list[_Row]]], config: _Row
-) -> _Row:
+def _local_fields(config: _Row, folder: Path, splits: Any) -> _Row:
     """Replacements for fields of a task's configuration, none for a data set without a file here.
     Raises `UserError` for a task that has no row to score, `DataError` for a row of another data
     set."""
     path, name = config.get("dataset_path"), config.get("dataset_name")
     source = _SOURCES.get((path, name)) or _SOURCES.get((path, None))
-    if source is None or not (local := splits(source)):
+    if source is None or not (local := splits(folder, *source)):
         return {}
     chosen = {x: [row for row in y if row.get("subject", name) == name] for x, y in local.items()}
     found = {split: datasets.Dataset.from_list(rows) for split, rows in chosen.items() if rows}
-    if source.scored not in found:
+    if source[1] not in found:
         raise UserError(f"--data={folder} has no row of {config['task']} to score")
     uses = ("training_split", "validation_split", "fewshot_split")
     unused = {use: None for use in uses if config.get(use) not in found}
     return {"custom_dataset": lambda **_: found} | unused
 
 
-def _splits(folder: str | None, source: _Source) -> dict[str, list[_Row]]:
+def _splits(folder: Path, stem: str, scored: str) -> dict[str, list[_Row]]:
     """The rows of a data set by split, from the files of `folder`."""
-    if folder is None:
-        return {}
     names = ("train", "validation", "dev", "test")
-    paths = {x: Path(folder, f"{source.stem}_{x}.jsonl") for x in names}
-    if (plain := Path(folder, f"{source.stem}.jsonl")).exists():
-        paths[source.scored] = plain
-    return {x: [*_rows(path, source)] for x, path in paths.items() if path.exists()}
+    paths = {x: folder / f"{stem}_{x}.jsonl" for x in names}
+    if (plain := folder / f"{stem}.jsonl").exists():
+        paths[scored] = plain
+    return {x: [*_rows(path, stem)] for x, path in paths.items() if path.exists()}
 
 
-def _rows(path: Path, source: _Source) -> Iterator[_Row]:
+def _rows(path: Path, stem: str) -> Iterator[_Row]:
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE), b""), start=1):
             where = f"{path}, line {number}"
             values = parse_json(line, Path(where))
             try:
-                row, choices, answer = source.read(values)
+                row, choices, answer = _as_on_the_hub(stem, values)
                 texts = [*choices, *(row[name] for name in _TEXTS if name in row)]
-                is_text = all(isinstance(text, str) for text in texts)
-                if not is_text or not all(map(str.strip, choices)):
+                if not all(isinstance(x, str) for x in texts) or not all(map(str.strip, choices)):
                     raise ValueError("a text is missing or no string")
                 if type(answer) is not int or not 0 <= answer < len(choices):
                     raise ValueError(f"the answer {answer!r} is none of {len(choices)} choices")
             except (LookupError, TypeError, ValueError) as error:
-                raise DataError(f"{where} is no row of {source.stem}: {error!r}") from error
+                raise DataError(f"{where} is no row of {stem}: {error!r}") from error
             yield row
+
+
+def _as_on_the_hub(stem: str, row: _Row) -> tuple[_Row, list[Any], Any]:
+    """(row, choices, answer) of a line. ARC's may have a list of `choices` and the index `gold`."""
+    if stem == "hellaswag":
+        label, names = int(row["label"]), ("activity_label", "ctx_a", "ctx_b", "endings")
+        return {name: row[name] for name in names} | {"label": label}, row["endings"], label
+    choices = row["choices"]
+    if stem == "mmlu":
+        if len(choices) != 4:
+            raise ValueError("there are not four choices")
+        names = ("subject", "question", "choices", "answer")
+        return {name: row[name] for name in names}, choices, row["answer"]
+    if isinstance(choices, dict):
+        answer = choices["label"].index(row["answerKey"])
+    else:
+        labels = [*string.ascii_uppercase[: len(choices)]]
+        choices, answer = {"text": choices, "label": labels}, row["gold"]
+    key = {"question": row["question"], "answerKey": choices["label"][answer]}
+    return key | {"choices": choices}, choices["text"], answer

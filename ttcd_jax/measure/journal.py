@@ -91,11 +91,9 @@ class Journal:
 def _content(path: Path, key: str) -> dict[str, np.ndarray]:
     """The arrays of a file; none of one that is damaged."""
     try:
-        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
-            return {}
-        data = path.read_bytes()
-        content = data[_DIGEST_BYTES:]
-        is_whole = hashlib.sha256(key.encode() + content).digest() == data[:_DIGEST_BYTES]
+        data = path.read_bytes() if path.is_file() and path.stat().st_size <= _MAX_BYTES else b""
+        digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        is_whole = hashlib.sha256(key.encode() + content).digest() == digest
         arrays = load(content) if is_whole else {}
         _answers(arrays)
         return arrays
@@ -110,8 +108,7 @@ def _answers(arrays: dict[str, np.ndarray]) -> dict[int, list[Answer]]:
         if field == "sizes":
             names = (f"{batch}/{i}" for i in itertools.count())
             fields = itertools.takewhile(arrays.__contains__, names)
-            ends = np.cumsum(arrays[name])[:-1]
-            parts = (np.split(arrays[x], ends) for x in fields)
+            parts = (np.split(arrays[x], np.cumsum(arrays[name])[:-1]) for x in fields)
             found[int(batch)] = [*zip(*parts, strict=True)]
     return found
 

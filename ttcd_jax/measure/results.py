@@ -69,10 +69,9 @@ class Results:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of the file."""
-        result = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        result |= {"task": self.task.name, "run_dir": str(self.run_dir), "table": self.table}
-        series = ((label, [x._asdict() for x in records]) for label, records in self.series.items())
-        return result | {"series": dict(series)}
+        texts = {"task": self.task.name, "run_dir": str(self.run_dir), "table": self.table}
+        series = {label: [x._asdict() for x in records] for label, records in self.series.items()}
+        return vars(self) | texts | {"series": series}
 
     def write(self) -> Path:
         """Writes `results.json` (everything), `results.csv` (all series in one table) and the
@@ -94,28 +93,27 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     `Results.write`, so that the same evaluation goes on after an interruption; what was measured
     with the same options, at this step and on these cases is not measured again. Raises `UserError`
     where the results would replace another model's."""
-    name = folder_name(task.name, subject.label or subject.changes)
-    where: Any = {"run_dir": Path(subject.run_dir).absolute(), "folder": folder or name}
     result = Results(
         task=type(task),
-        **where,
+        run_dir=Path(subject.run_dir).absolute(),
+        folder=folder or folder_name(task.name, subject.label or subject.changes),
         label=subject.name,
         changes=subject.changes,
         options=task.to_dict(),
         step=step,
     )
-    old = _replaced(result)
+    old, path = _replaced(result), result.path / FILE
     rows = task.rows(subject)
     measured_on = task.measured_on(rows, subject)
+    result = dataclasses.replace(result, measured_on=measured_on)
     mesh = {"mesh": str(jax.sharding.get_mesh().shape)}
-    agree("evaluation", result.options | result.to_dict() | {"measured_on": measured_on} | mesh)
-    is_measured = old is not None and _key(old) == _key(result) and old.measured_on == measured_on
+    agree("evaluation", result.options | result.to_dict() | mesh)
+    is_measured = old is not None and _measured(old) == _measured(result)
     if multihost_utils.broadcast_one_to_all(is_measured):
         say(f"measured before: remove {result.path} to measure it again")
-        return result if old is None else dataclasses.replace(old, **where)
+        return dataclasses.replace(old or result, run_dir=result.run_dir, folder=result.folder)
     if old is not None and differing([old.measured_on, measured_on]):
-        text = "%s was measured on other text, or other rows of it: it is replaced"
-        logging.warning(text, old.path / FILE)
+        logging.warning("%s was measured on other text, or other rows of it: it is replaced", path)
     if jax.process_index() == 0:
         for name, content in task.files(rows).items():
             write_whole(result.path / name, content)
@@ -124,7 +122,6 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     _check_finite(task, series, step)
     return dataclasses.replace(
         result,
-        measured_on=measured_on,
         rows=len(rows if isinstance(rows, list) else jax.tree.leaves(rows)[0]),
         facts=task.facts(rows),
         chance=task.chance(subject),
@@ -132,10 +129,10 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     )
 
 
-def _key(results: Results) -> str:
-    """The step and the options, the rows of a batch apart."""
-    options = {name: x for name, x in results.options.items() if name != "batch_size"}
-    return json.dumps([results.step, options], sort_keys=True)
+def _measured(results: Results) -> Any:
+    """What was measured: the step, the cases, and the options, the rows of a batch apart."""
+    options = json.dumps(results.options | {"batch_size": None}, sort_keys=True)
+    return results.step, results.measured_on, options
 
 
 def _check_finite(task: Task, series: Series[Any], step: int) -> None:
@@ -200,15 +197,11 @@ def read_results(path: Path) -> Results:
     if not isinstance(name := found.get("task"), str):
         raise DataError(f"{path} is damaged (it names no task): measure it again")
     task = find_task(name)
-    facts, digests = found.get("facts"), found.get("measured_on")
-    facts = facts if isinstance(facts, dict) else {}
-    if not isinstance(digests, dict):  # earlier versions stored the digest of documents alone
-        digests = {"": facts.get("documents")}
+    facts = x if isinstance(x := found.get("facts"), dict) else {}
+    if not isinstance(digests := found.get("measured_on"), dict):
+        digests = {"": facts.get("documents")}  # all that earlier versions stored
     try:
-        series = {
-            label: [read_fields(task.record, record) for record in records]
-            for label, records in found["series"].items()
-        }
+        series = {x: [read_fields(task.record, y) for y in z] for x, z in found["series"].items()}
         if not series or not all(series.values()):
             raise ValueError("a series has no records")
         header = read_fields(_Header, {"options": {}} | found)._asdict()
@@ -221,21 +214,18 @@ def read_results(path: Path) -> Results:
 def read_all_results(run_dirs: Sequence[Path]) -> dict[str, list[Results]]:
     """The results of every run, under its name: its label, or for several runs of the same label
     the label and the folder. The series of a result begin with the name."""
-    files = [sorted((run_dir / "eval").glob(f"*/{FILE}")) for run_dir in run_dirs]
-    found = [[*map(read_results, paths)] for paths in files]
-    labels = [_label(x, run_dir) for x, run_dir in zip(found, run_dirs, strict=True)]
-    folders, named = [run_dir.name for run_dir in run_dirs], {}
+    folders, labels, found = [run_dir.name for run_dir in run_dirs], [], []
+    for run_dir in run_dirs:
+        found.append([*map(read_results, sorted((run_dir / "eval").glob(f"*/{FILE}")))])
+        # The shortest label, of the unchanged model if there is one.
+        order = ((bool(x.changes), len(x.label), x.label) for x in found[-1])
+        labels.append(min(order, default=(run_dir.name,))[-1])
+    named = {}
     for label, results, run_dir in zip(labels, found, run_dirs, strict=True):
         folder = run_dir.name if folders.count(run_dir.name) == 1 else run_dir
         name = label if labels.count(label) == 1 else f"{label} ({folder})"
         named[name] = [x.renamed(label, name) for x in results]
     return named
-
-
-def _label(results: Sequence[Results], run_dir: Path) -> str:
-    """The label of a run: the shortest of its results, of the unchanged model if there are any."""
-    found = ((bool(x.changes), len(x.label), x.label) for x in results)
-    return min(found, default=(run_dir.name,))[-1]
 
 
 def merged(results: Sequence[Results]) -> Results:

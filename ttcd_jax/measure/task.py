@@ -74,6 +74,7 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
     x_label: ClassVar[str]  # of `key`
     value: ClassVar[str] = "accuracy"  # the field of a record that is shown
     is_lower_better: ClassVar[bool] = False
+    sentence: ClassVar[str] = ""  # that says what the picture shows; "": the value by `x_label`
     rank: ClassVar[int] = 50  # on a page, the lowest first
 
     batch_size: Annotated[int, Bound("in 1 .. 65,536", lambda rows: 0 < rows <= 2**16)] = 16
@@ -174,14 +175,9 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
             table = cls.table(series)
             bars = {name: [row.get(name) for row in table] for name in series}
             plot_bars(path, groups=[row[cls.key] for row in table], series=bars, **labels)
-        return [cls.picture(path, label)]
-
-    @classmethod
-    def picture(cls, path: Path, label: str) -> Picture:
-        """A picture of the value `label` by the task's `x_label`."""
         better = "lower" if cls.is_lower_better else "higher"
         sentence = f"{label[:1].upper()}{label[1:]} by {cls.x_label}: {better} is better."
-        return Picture(Path(path.name), sentence)
+        return [Picture(Path(path.name), cls.sentence or sentence)]
 
     @classmethod
     def headroom(cls, series: Series[Record], control: str, ceiling: str) -> list[Row]:

@@ -12,7 +12,8 @@ a unit lower triangular system,
     (I + A) U = beta V - (beta D_i0 K) S_0,   A_ij = beta_i D_ij (k_i . k_j) for j < i,
 
 so all chunks are solved at once for both right sides, and only products with S_0 are sequential.
-Documents need no masks: the first token of a document forgets everything.
+Documents need no masks: the first token of a document forgets everything. The state before a row
+is that of its first document, the one after it that of its last.
 """
 
 import dataclasses
@@ -42,40 +43,13 @@ def l2_normalize_inside(x: Float[Array, "... X"]) -> Float[Array, "... X"]:
     return (wide * scale).astype(x.dtype)
 
 
-def delta_rule(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T N H"],
-    v: Float[Array, "B T N X"],
-    beta: Float[Array, "B T N"],
-    *,
-    log_decay: Float[Array, "B T N"] | None = None,
-    initial_state: Float[Array, "B N H X"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
-    chunk_size: int,
-    state_dtype: DTypeLike,
-) -> tuple[Float[Array, "B T N X"], Float[Array, "B N H X"]]:
-    """(o in the dtype of v, state after the row) for any T: `DeltaMemory` along a row.
-
-    `log_decay` is g <= 0, finite. Every document of a row is contiguous and has its own
-    `segment_ids` value. It starts from zero, the row's first one from `initial_state`; the state
-    after the row is that of its last document. Differentiable in all floating arguments through
-    both results.
-    """
-    memory = DeltaMemory(chunk_size, state_dtype)
-    writes = DeltaWrites(k, v, beta, log_decay)
-    prepared = memory.prepared(q, writes, segment_ids, length=q.shape[1])
-    if initial_state is not None:
-        initial_state = initial_state.astype(state_dtype)
-    return memory.row(prepared, initial_state)
-
-
 class DeltaWrites(NamedTuple):
     """Operands of the write, per token."""
 
     k: Float[Array, "B T N H"]
     v: Float[Array, "B T N X"]
     beta: Float[Array, "B T N"]
-    log_decay: Float[Array, "B T N"] | None
+    log_decay: Float[Array, "B T N"] | None  # g <= 0, finite
 
 
 class _Chunk(NamedTuple):

@@ -39,15 +39,6 @@ class FastWeights(NamedTuple):
     w2: Float[Array, "*B N H F"]
 
 
-class FastOptions(NamedTuple):
-    """Static options of the memory."""
-
-    orthogonalizes: bool = False  # Newton-Schulz on every update
-    keeps_raw: bool = False  # updates add to weights that are never normalized; only reads are
-    has_momentum: bool = True
-    state_dtype: DTypeLike = jnp.float32
-
-
 class FastWrites(NamedTuple):
     """Operands of the write, per token of a chunk."""
 
@@ -74,26 +65,27 @@ def unit(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
 @dataclasses.dataclass(frozen=True)
 class FastSwiGLU(ChunkedMemory[FastWrites, FastState]):
     """The memory that starts at `weights` (no batch axis): read by q [B, L, N, H], written by
-    `FastWrites`. A document begins with `weights`, and with a momentum of zero."""
+    `FastWrites`. A document begins with `weights`, and with a momentum of zero. `orthogonalizes`:
+    Newton-Schulz on every update; `keeps_raw`: updates add to weights that only reads normalize."""
 
     weights: FastWeights
-    options: FastOptions = dataclasses.field(metadata={"static": True})
+    orthogonalizes: bool = dataclasses.field(default=False, metadata={"static": True})
+    keeps_raw: bool = dataclasses.field(default=False, metadata={"static": True})
+    has_momentum: bool = dataclasses.field(default=True, metadata={"static": True})
+    state_dtype: DTypeLike = dataclasses.field(default=jnp.float32, metadata={"static": True})
 
     def start(self, batch_size: int) -> FastState:
-        dtype = self.options.state_dtype
+        dtype = self.state_dtype
         weights = jax.tree.map(
             lambda w: jnp.broadcast_to(w.astype(dtype), (batch_size, *w.shape)), self.weights
         )
-        zeros = jax.tree.map(jnp.zeros_like, weights)
-        has_momentum = self.options.has_momentum
-        return FastState(
-            weights, weights if self.options.keeps_raw else None, zeros if has_momentum else None
-        )
+        zeros = jax.tree.map(jnp.zeros_like, weights) if self.has_momentum else None
+        return FastState(weights, weights if self.keeps_raw else None, zeros)
 
     def read(self, state: FastState, reads: Float[Array, "B L N H"]) -> Float[Array, "B L N H"]:
         """f(q) in the dtype of q."""
         w0, w1, w2 = (w.astype(reads.dtype) for w in state.weights)
-        q, dtype = reads.swapaxes(1, 2), self.options.state_dtype
+        q, dtype = reads.swapaxes(1, 2), self.state_dtype
         gate = product("BNLH,BNHF->BNLF", q, w0, dtype)
         up = product("BNLH,BNHF->BNLF", q, w2, dtype)
         hidden = (jax.nn.silu(gate) * up).astype(q.dtype)
@@ -110,18 +102,18 @@ class FastSwiGLU(ChunkedMemory[FastWrites, FastState]):
             mu = writes.momentum.mean(1)[:, :, None, None]
             update = jax.tree.map(lambda dw, before: dw + mu * before, update, state.previous)
             previous = update
-        if self.options.orthogonalizes:
+        if self.orthogonalizes:
             update = jax.tree.map(newton_schulz, update)
         raw = jax.tree.map(jnp.add, state.weights if state.raw is None else state.raw, update)
-        sizes = jax.tree.map(lambda w: length(w.astype(self.options.state_dtype), -2), self.weights)
+        sizes = jax.tree.map(lambda w: length(w.astype(self.state_dtype), -2), self.weights)
         weights = jax.tree.map(lambda w, size: unit(w, -2) * size, raw, sizes)
-        return FastState(weights, raw if self.options.keeps_raw else None, previous)
+        return FastState(weights, raw if self.keeps_raw else None, previous)
 
     def _update(
         self, weights: FastWeights, writes: FastWrites, mask: Bool[Array, "#B L"] | None
     ) -> FastWeights:
         """dw of one chunk, before momentum."""
-        dtype = self.options.state_dtype
+        dtype = self.state_dtype
         k, v, rates = (x.swapaxes(1, 2) for x in (writes.k, writes.v, writes.rates.astype(dtype)))
         w0, w1, w2 = (w.astype(k.dtype) for w in weights)
         gate = product("BNLH,BNHF->BNLF", k, w0, dtype)

@@ -71,6 +71,7 @@ class Writes(NamedTuple):
 
     keys: Float[Array, "*rest F"]
     errors: Float[Array, "*rest D"]
+    # The logarithm, at most 0, of the share of every group of columns that is left after a token.
     log_decay: Float[Array, "*rest Q"] | None = None
     rate: Float[Array, "*rest"] | None = None  # of `running.CorrectingMemory` alone
 
@@ -112,10 +113,18 @@ class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes], Ele
     def row(
         self, prepared: Chunks[Writes], state: Sum | None = None, *, needs_end: bool = True
     ) -> tuple[Float[Array, "B C L D"], Sum]:
-        keys, errors, log_decay, _ = prepared.writes
-        return read_prefix(
-            self.options, prepared.reads, keys, errors, self.w_base, prepared.mask, state, log_decay
-        )
+        """`Memory.row`, differentiable in everything but the mask, through both results."""
+        options, (keys, errors, log_decay, _), mask = self.options, prepared.writes, prepared.mask
+        # The published read knows neither documents nor decays.
+        assert not options.folds_state or (mask.reads is None and log_decay is None)
+        state = self.start_of(prepared) if state is None else state
+        errors, log_decay = masked(errors, mask.writes), _of_chunks(log_decay, mask)
+        operands = _Operands(prepared.reads, keys, errors, log_decay, mask.reads, mask.resets)
+        if options.form == "attention":
+            return _attention_form(options, operands, self.w_base, state)
+        if options.form == "associative":
+            return _read_block(options, self.w_base, state, operands)
+        return _blocked(options, operands, self.w_base, state)
 
     def summary(self, prepared: Chunks[Writes]) -> Element:
         """(the share of a state before the chunks that is left after them, the state after them
@@ -140,45 +149,6 @@ class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes], Ele
 
     def state_after(self, summary: Element) -> Sum:
         return summary[1]
-
-
-def read_prefix(
-    options: PrefixOptions,
-    z: Float[Array, "B C L F"],
-    keys: Float[Array, "B C L F"],
-    errors: Float[Array, "B C L D"],
-    w_base: Float[Array, "F D"],
-    mask: MemoryMask,
-    initial_state: Float[Array, "B F D"] | None = None,
-    log_decay: Float[Array, "B C L Q"] | None = None,
-) -> tuple[Float[Array, "B C L D"], Float[Array, "B F D"]]:
-    """(y, state after the row): every chunk read through the memory of the chunks before it.
-
-    Differentiable in everything but the mask, through both results. The state is that of the row's
-    last document (without eta), `initial_state` the same from earlier rows. `log_decay`: the
-    logarithm, at most 0, of the share of every group of columns that is left after a token's write;
-    None: all.
-
-    Raises:
-        ValueError: the attention form with orthogonalized updates, or documents or decays with
-        `folds_state`.
-    """
-    if options.folds_state and (mask.reads is not None or log_decay is not None):
-        raise ValueError(
-            "folds_state reproduces code without documents and decays: segment_ids and log_decay "
-            "must be None"
-        )
-    errors = masked(errors, mask.writes)
-    if initial_state is None:
-        initial_state = jnp.zeros((z.shape[0], z.shape[-1], w_base.shape[-1]), options.state_dtype)
-    form = options.at_length(z.shape[1] * z.shape[2], *w_base.shape).form
-    chunk_decay = _of_chunks(log_decay, mask)
-    operands = _Operands(z, keys, errors, chunk_decay, mask.reads, mask.resets)
-    if form == "attention":
-        return _attention_form(options, operands, w_base, initial_state)
-    if form == "associative":
-        return _read_block(options, w_base, initial_state, operands)
-    return _blocked(options, operands, w_base, initial_state)
 
 
 class _Operands(NamedTuple):
@@ -482,10 +452,7 @@ _blocked.defvjp(_blocked_forward, _blocked_backward)
 def _attention_form(
     options: PrefixOptions, operands: _Operands, w_base: jax.Array, initial_state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    if options.orthogonalizes:
-        raise ValueError(
-            "orthogonalised updates have no attention form: use blocked or associative"
-        )
+    assert not options.orthogonalizes, "scores sum over tokens, an orthogonalized update is whole"
     z, keys, errors, log_decay, reads, resets = operands
     B, C, L, _ = z.shape
     chunk = jnp.arange(C)

@@ -20,7 +20,6 @@ from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.memory.rows import check_parts, over_rows
 from ttcd_jax.methods.registry import Settings
 from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig, check_hidden
-from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
 from ttcd_jax.nn.product import product, weight_product
 from ttcd_jax.nn.row import Hidden, Piece, Row, after_tail, next_tail, zero_padding
@@ -223,7 +222,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
             given = f"{type(memory).__name__}.read gives y {list(y.shape)} by row and chunk"
             raise UserError(f"{given}, and the layer needs {list(wanted)}")
         if not measures:
-            return from_chunks(y, length), self._stats(size, self.token_rate(tokens))
+            return from_chunks(y, length), self._stats(size, getattr(tokens, "beta", None))
         z_teacher, z_student = self.views(convolved)
         remembered, both = (
             over_rows(memory, z, writes, segments, length=length)[0]
@@ -345,27 +344,23 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
             rate = rate * jax.nn.softplus(gate) / jnp.log(2.0)
         return jnp.broadcast_to(-rate, (*x.shape[:2], len(settings.half_lives)))
 
-    def token_rate(self, tokens: Tokens) -> Float[Array, "B T"] | None:
-        """The token rate, for statistics."""
-        return None
-
     def w_base(self) -> Float[Array, "F D"]:
         """The down projection in the compute dtype."""
         return self.down[...].astype(self.config.precision.compute_dtype)
 
     def _init_proj(self, settings: PrefixSettings, rngs: nnx.Rngs) -> nnx.Param:
         """P [D, D], which multiplies errors from the right."""
-        D, std, dtype = self.config.dim, self.config.init_std, self.config.precision.param_dtype
-        axes = ("embed", "embed_out")
+        D, dtype = self.config.dim, self.config.precision.param_dtype
         match settings.proj_init:
             case "identity":
-                return param(0.02 * jnp.eye(D, dtype=dtype), axes)
+                proj = 0.02 * jnp.eye(D, dtype=dtype)
             case "gaussian_diagonal":
-                return param(jnp.diag(0.02 * jax.random.normal(rngs.params(), (D,), dtype)), axes)
+                proj = jnp.diag(0.02 * jax.random.normal(rngs.params(), (D,), dtype))
             case "zeros":
-                return param(jnp.zeros((D, D), dtype), axes)
+                proj = jnp.zeros((D, D), dtype)
             case "normal":
-                return normal_param(rngs, (D, D), axes, std, dtype)
+                proj = self.config.init_std * jax.random.normal(rngs.params(), (D, D), dtype)
+        return param(proj, ("embed", "embed_out"))
 
     def _init_decay(self, settings: PrefixSettings) -> None:
         """The logarithm of the rate over that of the half-lives, and the weights of its gate."""
@@ -387,17 +382,13 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         """Taps [R, channels] for the D or F channels; the identity passes the current token
         through, "previous" the one before it."""
         channels = {"embed": self.config.dim, "mlp": self.config.hidden_dim}[axis]
-        shape, dtype = (settings.num_taps, channels), self.config.precision.param_dtype
+        taps = identity_taps(settings, channels, dtype := self.config.precision.param_dtype)
         if init == "previous" and settings.num_taps == 1:
             raise UserError("a convolution of num_taps=1 has no tap for the token before: use 2")
         if init == "normal":
-            taps = self.config.init_std * jax.random.normal(rngs.params(), shape, dtype)
-        elif init == "identity":
-            taps = identity_taps(settings, channels, dtype)
-        elif init == "previous":
-            taps = jnp.roll(identity_taps(settings, channels, dtype), -1, axis=0)
-        else:
-            taps = jnp.zeros(shape, dtype)
+            taps = self.config.init_std * jax.random.normal(rngs.params(), taps.shape, dtype)
+        elif init != "identity":
+            taps = jnp.roll(taps, -1, axis=0) if init == "previous" else jnp.zeros_like(taps)
         return param(taps, ("taps", axis), is_operand=False)
 
 

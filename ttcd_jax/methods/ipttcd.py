@@ -241,9 +241,6 @@ class IPTTCDMLP(InPlaceMLP[Features, ChunkInputs], config=IPTTCDConfig):
             return CorrectingMemory(w_base, options)
         return PrefixMemory(w_base, options.at_length(length, *w_base.shape))
 
-    def token_rate(self, tokens: Features) -> Float[Array, "B T"] | None:
-        return tokens.beta
-
     def check_causal(self) -> None:
         settings = self.settings
         is_convolved = {

@@ -21,7 +21,7 @@ from ttcd_jax.axes import param
 from ttcd_jax.config import Positive, PositiveFloat
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
-from ttcd_jax.memory.fast_swiglu import FastOptions, FastSwiGLU, FastWeights, FastWrites, unit
+from ttcd_jax.memory.fast_swiglu import FastSwiGLU, FastWeights, FastWrites, unit
 from ttcd_jax.memory.pieces import OpenChunk, over_piece, start_pieces
 from ttcd_jax.memory.rows import check_parts, over_rows
 from ttcd_jax.methods.registry import (
@@ -290,18 +290,20 @@ class LaCT(Mixer, config=LaCTConfig):
         scale, offset = self.qk_scale[...], self.qk_offset[...]
         fast_q = self._fast_feature(q, scale[:, 0], offset[:, 0], positions)
         fast_k = self._fast_feature(k, scale[:, 1], offset[:, 1], positions)
-        writes = FastWrites(fast_k, self._fast_value(v), self._rates(h), momentum)
+        is_active = self.config.memory.has_qk_silu and self.config.memory.has_value_silu
+        fast_v = self._split(jax.nn.silu(v) if is_active else v)
+        writes = FastWrites(fast_k, fast_v, self._rates(h), momentum)
         return (turned_q, turned_k, v.reshape(heads)), (fast_q, writes)
 
     def _memory(self) -> FastSwiGLU:
         memory = self.config.memory
-        options = FastOptions(
+        return FastSwiGLU(
+            self._start(),
             orthogonalizes=memory.orthogonalizes_updates,
             keeps_raw=memory.keeps_raw_state,
             has_momentum=memory.has_momentum,
             state_dtype=self.config.attention.precision.state_dtype,
         )
-        return FastSwiGLU(self._start(), options)
 
     def _joined(self, h: jax.Array, seen: jax.Array, fast: jax.Array) -> Hidden:
         """The output, from the attention's heads and the memory's output, normed and scaled."""
@@ -327,11 +329,6 @@ class LaCT(Mixer, config=LaCTConfig):
             heads = fast.reshape(*x.shape[:2], config.num_heads, config.head_size)
             fast = self._split(rotate(heads, positions, config.rope).reshape(x.shape))
         return fast.astype(x.dtype)
-
-    def _fast_value(self, v: jax.Array) -> jax.Array:
-        memory = self.config.memory
-        is_active = memory.has_qk_silu and memory.has_value_silu
-        return self._split(jax.nn.silu(v) if is_active else v)
 
     def _split(self, x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, N, H] in fast heads."""

@@ -57,16 +57,14 @@ def scan_plan(blocks: tuple[BlockConfig, ...]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def slot_of_layer(config: TransformerConfig, layer: int) -> Slot:
-    """The slot of layer `layer` in the parameter tree."""
-    first = 0
-    for index, run in enumerate(scan_plan(block_configs(config))):
-        size = len(run.unit)
-        if layer < first + size * run.repeats:
-            row, block = divmod(layer - first, size)
-            return Slot(f"group_{index}", f"block_{block}", row)
-        first += size * run.repeats
-    raise IndexError(f"layer {layer} of {config.num_layers}")
+def layer_slots(config: TransformerConfig) -> list[Slot]:
+    """The slots of all layers in the parameter tree, in order."""
+    return [
+        Slot(f"group_{group}", f"block_{block}", row)
+        for group, run in enumerate(scan_plan(block_configs(config)))
+        for row in range(run.repeats)
+        for block in range(len(run.unit))
+    ]
 
 
 class _Unit(nnx.Module):

@@ -30,12 +30,6 @@ def _product(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax
     return jnp.einsum(equation, a, b, preferred_element_type=dtype)
 
 
-def _forward(
-    equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike
-) -> tuple[jax.Array, Operands]:
-    return _product(equation, a, b, dtype), (a, b)
-
-
 def _backward(equation: str, dtype: DTypeLike, saved: Operands, d_out: jax.Array) -> Operands:
     a, b = saved
     operands, out = equation.split("->")
@@ -46,7 +40,7 @@ def _backward(equation: str, dtype: DTypeLike, saved: Operands, d_out: jax.Array
     return d_a.astype(a.dtype), d_b.astype(b.dtype)
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(lambda equation, a, b, dtype: (_product(equation, a, b, dtype), (a, b)), _backward)
 
 
 def weight_product(
@@ -66,30 +60,23 @@ def _weight_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jnp.einsum("...X,XZ->...Z", x, kernel)
 
 
-def _weight_product_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Operands]:
-    return _weight_product(x, kernel), (x, kernel)
-
-
 def _weight_product_backward(saved: Operands, d_out: jax.Array) -> Operands:
     x, kernel = saved
     d_x = jnp.einsum("...Z,XZ->...X", d_out, kernel)
-    # Accumulated wide: on a mesh the partial sums of all devices are added after this.
-    over_batch = functools.partial(
-        _summed_over_batch, dtype=jnp.promote_types(x.dtype, jnp.float32)
-    )
     # XLA's CPU backend cannot transpose the float32 result of a product of 16-bit operands.
     is_first = x.shape[-1] <= d_out.shape[-1] or jnp.finfo(x.dtype).bits == 16
-    d_kernel = over_batch(x, d_out) if is_first else over_batch(d_out, x).T
+    d_kernel = _summed_over_batch(x, d_out) if is_first else _summed_over_batch(d_out, x).T
     return d_x, d_kernel.astype(kernel.dtype)
 
 
-def _summed_over_batch(a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """a^T b [X, Z] of [*batch, X] and [*batch, Z].
+def _summed_over_batch(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a^T b [X, Z] of [*batch, X] and [*batch, Z], accumulated in float32 or wider: on a mesh the
+    partial sums of all devices are added after this.
 
     The copy a^T that XLA makes on a CPU misses the cache at every element. Two copies, groups of 16
     columns first and then inside each, take a third of its time.
     """
-    batch = tuple(range(a.ndim - 1))
+    batch, dtype = tuple(range(a.ndim - 1)), jnp.promote_types(a.dtype, jnp.float32)
     multiply = functools.partial(jax.lax.dot_general, preferred_element_type=dtype)
 
     def plain(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -106,4 +93,6 @@ def _summed_over_batch(a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax.Arra
     return cast(jax.Array, jax.lax.platform_dependent(a, b, cpu=by_columns, default=plain))
 
 
-_weight_product.defvjp(_weight_product_forward, _weight_product_backward)
+_weight_product.defvjp(
+    lambda x, kernel: (_weight_product(x, kernel), (x, kernel)), _weight_product_backward
+)

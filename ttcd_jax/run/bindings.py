@@ -288,8 +288,7 @@ def read_file(
     own: Bindings = {}
     for statement, where in _parse(_text(path), lambda line: f"{shown}:{line}", runtime):
         if isinstance(statement, Binding):
-            if (first := own.setdefault(statement[:3], statement)) is not statement:
-                raise UserError(_bound_twice(statement, first))
+            _add(own, statement, "keep one")
         elif own:
             raise UserError(f"{where}: includes come before the bindings that override them")
         else:
@@ -297,10 +296,8 @@ def read_file(
             included += read_file(fragment, config_dir, runtime, (*parents, path)).values()
     bindings = dict(own)
     for binding in included:
-        first = bindings.setdefault(binding[:3], binding)
-        if binding[:3] not in own and binding.where != first.where:
-            message = _bound_twice(binding, first)
-            raise UserError(f"{message}, or bind it in the including file")
+        if binding[:3] not in own:
+            _add(bindings, binding, "keep one, or bind it in the including file")
     return bindings
 
 
@@ -319,8 +316,10 @@ def read_params(
     return bindings
 
 
-def _bound_twice(binding: Binding, first: Binding) -> str:
-    return f"{binding.where}: {binding.name} is already bound at {first.where}; keep one"
+def _add(bindings: Bindings, binding: Binding, remedy: str) -> None:
+    if (first := bindings.setdefault(binding[:3], binding)).where != binding.where:
+        where = f"already bound at {first.where}"
+        raise UserError(f"{binding.where}: {binding.name} is {where}; {remedy}")
 
 
 def _parse(

@@ -17,7 +17,7 @@ from ttcd_jax.data.sources import BatchesConfig
 from ttcd_jax.errors import ResourceError, UserError
 from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.run.layout import laid_out
+from ttcd_jax.run.layout import laid_out, run_mesh
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.train.bad_steps import no_skips
@@ -104,8 +104,9 @@ def _compared(make: MakeBatches) -> MakeBatches:
 
 
 class Program:
-    """The training program of a run on `mesh`, derived once from the run's configuration: its
-    state, its batches and its step. Nothing is on the devices before `fresh_state` or `state_with`.
+    """The training program of a run on `mesh` (default: `run_mesh`), derived once from the run's
+    configuration: its state, its batches and its step. Nothing is on the devices before
+    `fresh_state` or `state_with`.
 
     `config` is the run's with its layout (`ttcd_jax.run.layout`). `state` and `batch` are the
     training state and a batch as `jax.ShapeDtypeStruct`s with their shardings; `skips` are the
@@ -115,8 +116,9 @@ class Program:
     the model lacks.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
-        self.config, self.mesh = laid_out(config, mesh), mesh
+    def __init__(self, config: RunConfig, mesh: Mesh | None = None) -> None:
+        self.mesh = mesh = mesh or run_mesh(config)
+        self.config = laid_out(config, mesh)
         model, optimizer = self.config.model, config.optimizer
         length = config.data.seq_len
         self._placement = Placement(mesh, batch_size=config.batch_size, length=length)

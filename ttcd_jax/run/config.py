@@ -144,6 +144,10 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
         muon = {name: own.pop(name, default[name]) for name in default if name != "type"}
         is_own = own.get("kind") == "muon" and default != default | muon
         config["optimizer"] = own | {"settings": default | muon if is_own else None}
+    tasks = config.get("evaluations")
+    if isinstance(tasks, list) and all(isinstance(task, dict) for task in tasks):
+        once = ("data", None), ("metadata", None)  # options of tasks, at their defaults
+        config["evaluations"] = [dict(x for x in y.items() if x not in once) for y in tasks]
     return config
 
 

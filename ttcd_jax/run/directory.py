@@ -50,8 +50,6 @@ _IMPORT = "import.json"
 _OF_THE_FILE = ("format", "sha256", "changes", "imports")  # no fields of the configuration
 # The files of a claim in the order they are written: without the last it was not finished.
 _CLAIM = ("environment.json", MANIFEST, "config.gin", "config.json")
-# The files that describe a run, its parameters apart.
-SMALL_FILES = (*_CLAIM, _IMPORT, TOKENIZER, METRICS)
 
 
 class RunDirectory:

@@ -14,7 +14,7 @@ from ttcd_jax.data.tokenizer import build_tokenizer
 from ttcd_jax.errors import CheckpointError
 from ttcd_jax.files import read_json
 from ttcd_jax.interop.checkpoint import CONFIG
-from ttcd_jax.interop.hugging_face_export import MODELING, TRIED, export_hugging_face, text_files
+from ttcd_jax.interop.hugging_face import MODELING, TRIED, export_hugging_face, text_files
 from ttcd_jax.interop.reference_config import export_reference
 from ttcd_jax.methods import method_named
 from ttcd_jax.models.config import TransformerConfig

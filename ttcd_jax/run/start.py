@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 from flax.traverse_util import unflatten_dict
-from jax.sharding import Sharding
 
 from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.models.config import TransformerConfig
@@ -24,7 +23,7 @@ from ttcd_jax.train.layers_on_disk import (
     stored_params,
     unstacked,
 )
-from ttcd_jax.train.state import TrainState, init_params
+from ttcd_jax.train.state import TrainState, init_params, placed_as
 
 
 class StartPlan(NamedTuple):
@@ -96,7 +95,15 @@ def started_state(program: Program) -> tuple[int, StartPlan, TrainState]:
     assert config.start_from is not None
     plan, abstract = plan_start(config), by_name(program.state["params"])
     wanted, whole = unstacked(model, abstract), replicated(program.mesh)
-    step, rows = _taken(RunDirectory(config.start_from), plan, wanted, whole)
+    source = RunDirectory(config.start_from)
+    stored = stored_params(model_config(source))
+    # What is dropped is read whole.
+    where = {name: wanted[name].sharding if name in plan.taken else whole for name in stored}
+    like = unflatten_dict(placed_as(stored, where), sep="/")
+    with open_checkpoints(source) as checkpoints:
+        step, state = checkpoints.restore({"params": like})
+    read = by_name(state["params"])
+    rows = {name: read[name].astype(wanted[name].dtype) for name in plan.taken}
     missing = {name: leaf.sharding for name, leaf in wanted.items() if name not in rows}
 
     def fresh() -> Leaves:
@@ -106,22 +113,3 @@ def started_state(program: Program) -> tuple[int, StartPlan, TrainState]:
     rows |= jax.jit(fresh, out_shardings=missing)()
     params = unflatten_dict(stacked(model, rows, abstract), sep="/")
     return step, plan, program.state_with(params)
-
-
-def _taken(
-    directory: RunDirectory, plan: StartPlan, wanted: Leaves, whole: Sharding
-) -> tuple[int, Leaves]:
-    """(step, parameters taken, with the sharding and the dtype of `wanted`); dropped ones are read
-    `whole`."""
-    like = {
-        name: jax.ShapeDtypeStruct(
-            leaf.shape,
-            leaf.dtype,
-            sharding=wanted[name].sharding if name in plan.taken else whole,
-        )
-        for name, leaf in stored_params(model_config(directory)).items()
-    }
-    with open_checkpoints(directory) as checkpoints:
-        step, state = checkpoints.restore({"params": unflatten_dict(like, sep="/")})
-    rows = by_name(state["params"])
-    return step, {name: rows[name].astype(wanted[name].dtype) for name in plan.taken}

@@ -23,7 +23,6 @@ from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig, common_fields
 from ttcd_jax.run.directory import METRICS, RunDirectory
 from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
-from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.run.reporting import batch_rows, read_metrics, reporter
 from ttcd_jax.run.start import plan_start, started_state
 from ttcd_jax.run.trackers import Tracker, named
@@ -81,7 +80,7 @@ def train_run(
     with Watchdog(jax.process_count(), minimum_seconds=hang_seconds) as watchdog:
         agree("configuration", options, watchdog.save_seconds)
         check(config, directory)
-        program = build.Program(config, run_mesh(config))
+        program = build.Program(config)
         program.check_bytes()
         is_first = jax.process_index() == 0
         with directory.lock() if is_first else contextlib.nullcontext(), jax.set_mesh(program.mesh):

@@ -191,20 +191,14 @@ def _turns(seconds: float, absence: Callable[[], str]) -> Iterator[float]:
 
 
 def agree(what: str, values: Mapping[str, Any], seconds: float = 600) -> None:
-    """Compares `values`, ready for JSON, by name, and the code, versions and settings of JAX and
-    XLA in all processes. Each waits `seconds` for the others. Raises `UserError` in every process
+    """Compares `values`, ready for JSON, by name, and their `surroundings` in all processes. Each
+    waits `seconds` for the others. Raises `UserError` in every process
     for one that differs from the first: it would change the results of all silently."""
     if jax.process_count() == 1:
         return
     key, limit = f"ttcd_jax/agree/{next(_calls)}", int(1000 * seconds)
     client, number = ocp.multihost.get_jax_distributed_client(), jax.process_index()
-    code = [verified.source(), verified.source(Path(__file__).parents[1])]
-    values = {**values, "code": code, **{name: metadata.version(name) for name in PACKAGES}}
-    values |= {name: str(jax.config.values[name]) for name in _SETTINGS}
-    for name in _FLAGS:
-        given = os.environ.get(name, "").split()
-        values[name] = sorted(x for x in given if not x.startswith("--xla_dump"))
-    own = {name: _shown(value) for name, value in values.items()}
+    own = {name: _shown(value) for name, value in {**values, **surroundings()}.items()}
     if number == 0:
         client.key_value_set(f"{key}/values", json.dumps(own))
     first = json.loads(client.blocking_key_value_get(f"{key}/values", limit))
@@ -218,6 +212,17 @@ def agree(what: str, values: Mapping[str, Any], seconds: float = 600) -> None:
     found = sorted(text for _, text in client.key_value_dir_get(f"{key}/differing/") if text)
     if found:
         raise UserError(f"the processes of this job differ: {found[0]}; start all of them alike")
+
+
+def surroundings() -> dict[str, Any]:
+    """The code, versions and settings of JAX and XLA of this process, but where XLA dumps."""
+    code = [verified.source(), verified.source(Path(__file__).parents[1])]
+    values = {"code": code, **{name: metadata.version(name) for name in PACKAGES}}
+    values |= {name: str(jax.config.values[name]) for name in _SETTINGS}
+    for name in _FLAGS:
+        given = os.environ.get(name, "").split()
+        values[name] = sorted(x for x in given if not x.startswith("--xla_dump"))
+    return values
 
 
 def _shown(value: Any) -> str:

@@ -10,31 +10,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
 from ttcd_kernels.table import Row as TableRow
 
 from ttcd_jax.config import Positive
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import UserError
-from ttcd_jax.inference.model import inference_model
 from ttcd_jax.measure.pictures import Picture, plot_lines
-from ttcd_jax.measure.scorer import Scorer, batches, placed
+from ttcd_jax.measure.scorer import Scorer, batches, placed, whole
 from ttcd_jax.measure.task import Arrays, RowTask, Series, Subject, register
-from ttcd_jax.memory.chunks import from_chunks, to_chunks
 from ttcd_jax.memory.distillation import Distillation, summary
-from ttcd_jax.methods.in_place import InPlaceConfig
 from ttcd_jax.models.config import layers_with_teacher
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.nn.row import Row
-from ttcd_jax.sharding.batch import replicated
 from ttcd_jax.tasks.perplexity import Perplexity, buckets
 from ttcd_jax.tasks.recall import Recall
 
 
 class LayerDistances(NamedTuple):
     """Means over positions `start` to `stop` of a layer (`memory.distillation.summary`); None where
-    nothing can be measured. `key_rank` is that of all positions."""
+    nothing can be measured."""
 
     layer: int
     context: str
@@ -49,7 +42,6 @@ class LayerDistances(NamedTuple):
     change: float | None
     loss: float | None
     loss_on: float | None
-    key_rank: float | None = None
 
 
 _MEASURES = LayerDistances._fields[5:]
@@ -59,9 +51,9 @@ _MEASURES = LayerDistances._fields[5:]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StudentTeacher(RowTask[LayerDistances]):
     """The student's distance to the teacher in every layer that has both, with the memory off and
-    on, and where the memory moves the student (`ttcd_jax.memory.distillation`); over all positions
-    also the effective rank of the keys of the first batch. At most `max_rows` rows are those of
-    task ppl, with its `text` and `seq_len`; for a run on recall data, such rows."""
+    on, and where the memory moves the student (`ttcd_jax.memory.distillation`). At most `max_rows`
+    rows are those of task ppl, with its `text` and `seq_len`; for a run on recall data, such
+    rows."""
 
     name = "distillation"
     title = "The student's distance to the teacher, by position"
@@ -100,9 +92,6 @@ class StudentTeacher(RowTask[LayerDistances]):
     def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[LayerDistances]:
         """A record for every bucket of positions and layer."""
         found = distances(scorer.model, rows, scorer.batch_size)
-        index, _ = next(iter(batches(len(rows["tokens"]), scorer.batch_size)))
-        graph, params = nnx.split(scorer.model)
-        ranks = _ranks(graph, params, placed({"tokens": rows["tokens"][index]})["tokens"])
         is_token = rows.get("segment_ids", np.ones_like(rows["tokens"])) > 0
         records = []
         for context, start, stop in buckets(is_token.shape[1]):
@@ -111,8 +100,6 @@ class StudentTeacher(RowTask[LayerDistances]):
             measures = summary(part, jnp.asarray(counted))
             for index, layer in enumerate(layers_with_teacher(scorer.model.config)):
                 values = {name: float(x[index]) for name, x in measures.items()}
-                if context == "all":
-                    values["key_rank"] = float(ranks[index])
                 finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
                 bucket = layer, context, start, stop, int(counted.sum())
                 records.append(LayerDistances(*bucket, **finite))
@@ -165,63 +152,19 @@ class StudentTeacher(RowTask[LayerDistances]):
 def distances(model: Transformer, rows: Arrays, batch_size: int) -> Distillation:
     """The distances [Y, rows, T] of `rows` (fields of `ttcd_jax.data.packing`), computed in
     batches, which are sharded over the mesh in use; every process gets all."""
-    graph, params = nnx.split(model)
-    mesh, results = jax.sharding.get_mesh(), []
+    fields = {name: rows[name] for name in ("tokens", "segment_ids") if name in rows}
+    results = []
     for index, count in batches(len(rows["tokens"]), batch_size):
-        fields = ("tokens", "segment_ids")
-        batch = placed({name: rows[name][index] for name in fields if name in rows})
-        found = jax.device_get(_measured(graph, mesh, params, batch))
+        batch = placed({name: field[index] for name, field in fields.items()})
+        found = jax.device_get(_measured(*nnx.split(model), batch))
         results.append(jax.tree.map(lambda x, count=count: x[:, :count], found))
     return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *results)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def _measured(
-    graph: nnx.GraphDef[Transformer], mesh: Mesh, params: nnx.GraphState, batch: dict[str, Any]
+    graph: nnx.GraphDef[Transformer], params: nnx.GraphState, batch: dict[str, Any]
 ) -> Distillation:
     """One program for every evaluation of a model, however often its parameters change."""
-    found = nnx.merge(graph, params).distillation(batch["tokens"], batch.get("segment_ids"))
-    return found if mesh.empty else jax.lax.with_sharding_constraint(found, replicated(mesh))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _ranks(
-    graph: nnx.GraphDef[Transformer], params: nnx.GraphState, tokens: jax.Array
-) -> jax.Array | None:
-    return key_ranks(nnx.merge(graph, params), tokens)
-
-
-def effective_rank(x: Float[Array, "*rows F"]) -> Float[Array, ""]:
-    """exp(entropy of p), p the singular values of x over their sum (Roy and Vetterli 2007): F for
-    an orthogonal x, 1 for a single direction, and for a matrix of zeros."""
-    flat = x.reshape(-1, x.shape[-1]).astype(jnp.promote_types(x.dtype, jnp.float32))
-    squares = jnp.linalg.eigvalsh(jnp.einsum("TF,TE->FE", flat, flat))
-    # Rounding gives absent directions about eps of the largest square.
-    floor = squares.max() * len(squares) * jnp.finfo(flat.dtype).eps
-    sizes = jnp.sqrt(jnp.where(squares > floor, squares, 0))
-    shares = sizes / jnp.maximum(sizes.sum(), jnp.finfo(flat.dtype).tiny)
-    return jnp.exp(jax.scipy.special.entr(shares).sum())
-
-
-def key_ranks(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, " fast_layers"] | None:
-    """The effective rank of the keys of all tokens, of each in-slot memory in layer order; None
-    for a model without one. Costs a forward and an attention per memory."""
-    layers = inference_model(model)
-    h = layers.embedding[...].astype(model.config.precision.compute_dtype)[tokens]
-    row, ranks = Row.of(h, embeddings=h), []
-    for graph, params in zip(layers.blocks, layers.layers, strict=True):
-        block: Any = nnx.merge(graph, params)
-        if isinstance(block.config.mlp, InPlaceConfig):
-            ranks.append(effective_rank(_keys(block, h, row)))
-        h, _ = block.forward(h, row)
-    return jnp.stack(ranks) if ranks else None
-
-
-def _keys(block: Any, h: Float[Array, "B T D"], row: Row) -> Float[Array, "B T F"]:
-    """The keys under which the tokens are written."""
-    x, student = block.inputs("mlp", h, row)
-    mlp, size = block.mlp, block.mlp.settings.chunk_size
-    tokens = mlp.tokens(x, mlp.source(x, row, student))
-    chunks = jax.tree.map(lambda x: to_chunks(x, size), tokens)
-    _, (keys, *_) = mlp.operands(mlp.convolved(chunks, None))
-    return from_chunks(keys, h.shape[1])
+    model = nnx.merge(graph, params)
+    return whole(model.distillation(batch["tokens"], batch.get("segment_ids")))

@@ -5,14 +5,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from ttcd_kernels.table import Row
 
 from ttcd_jax.config import NonNegative, Positive
 from ttcd_jax.errors import UserError
-from ttcd_jax.measure.by_document import DocumentRecord, DocumentTask, Selection, select
+from ttcd_jax.measure.by_document import DocumentTask, Selection, select
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Series, Subject, register
 from ttcd_jax.tasks.perplexity import bucket_edges
@@ -83,12 +83,11 @@ class FinalBlock(DocumentTask[BlockLoss]):
         for context in sorted(set(self.contexts)):
             size = context + self.final_block
             chosen = {i: ids[-size:] for i, ids in enumerate(rows.documents) if ids.size >= size}
-            scores = scorer.losses([*chosen.values()])
-            sums = (x.losses[context - 1 :].sum(dtype=np.float64) for x in scores)
-            records += [
-                BlockLoss(context, i, self.final_block, float(nll))
-                for i, nll in zip(chosen, sums, strict=True)
-            ] or [BlockLoss(context, None, 0, 0.0)]
+            for i, scores in zip(chosen, scorer.losses([*chosen.values()]), strict=True):
+                nll = float(scores.losses[context - 1 :].sum(dtype=np.float64))
+                records.append(BlockLoss(context, i, self.final_block, nll))
+            if not chosen:
+                records.append(BlockLoss(context, None, 0, 0.0))
         return records
 
 
@@ -105,7 +104,7 @@ class PositionLoss(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FirstTokens[Record: DocumentRecord](DocumentTask[Record]):
+class FirstTokens[Record: tuple[Any, ...]](DocumentTask[Record]):
     """Tokens `offset` to `offset + seq_len` of the first `max_rows` documents that have them; with
     `offset_max`, each offset is drawn from 0 to that by `seed`. `seq_len` None: as in training."""
 
@@ -158,7 +157,7 @@ class Position(FirstTokens[PositionLoss]):
         octaves = np.array(bucket_edges(length))
         steps = np.arange(_PER_OCTAVE * math.log2(length)) / _PER_OCTAVE
         edges = np.unique([*np.round(2**steps).astype(int), *octaves[1:]]).tolist()
-        records, totals = [], np.zeros((2, length))
+        records = []
         for start, stop in itertools.pairwise(edges):
             octave = np.searchsorted(octaves, start, side="right")
             name = f"{max(octaves[octave - 1], 1)}-{octaves[octave] - 1}"
@@ -166,10 +165,9 @@ class Position(FirstTokens[PositionLoss]):
                 part = nll[start - 1 : stop - 1]
                 sums = part.size, float(part.sum())
                 records.append(PositionLoss(name, start, stop, number, *sums))
-        for nll in losses:
-            totals[:, 1 : nll.size + 1] += np.ones(nll.size), nll
-        for start, (tokens, nll) in enumerate(totals.T[1:].tolist(), 1):
-            records.append(PositionLoss(None, start, start + 1, None, int(tokens), nll))
+        for start in range(1, length):
+            nll = [x[start - 1] for x in losses if x.size >= start]
+            records.append(PositionLoss(None, start, start + 1, None, len(nll), float(sum(nll))))
         return records
 
     @classmethod
@@ -261,8 +259,10 @@ class Recurrence(FirstTokens[SliceLoss]):
                 region = f"within reach ({window}-{beyond - 1})"
             if start >= beyond:
                 region = f"beyond ({beyond}-)"
-            name, at = f"n = {_SIZES[n]}, {region}", (n, bucket, i)
-            sums = int(tokens[at]), float(nll[at])
+            name, sums = (
+                f"n = {_SIZES[n]}, {region}",
+                (int(tokens[n, bucket, i]), nll[n, bucket, i]),
+            )
             records.append(SliceLoss(name, _SIZES[n], start, stop, i, *sums))
         return records
 

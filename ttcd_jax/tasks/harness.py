@@ -1,7 +1,6 @@
 """Tasks of lm-evaluation-harness: HellaSwag, ARC, MMLU from local files, and any other."""
 
 import dataclasses
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ class Harness(Task[Any, Score]):
     with hellaswag.jsonl, arc_easy.jsonl, arc_challenge.jsonl, mmlu_test.jsonl, mmlu_dev.jsonl
     (docs/evaluation.md). `include_path`: a folder of YAML files that define more tasks, and may run
     Python. `limit`: the first items of every task, or a share of them. `num_fewshot`: examples
-    before a question; None: as the task says. `metadata`: a JSON object that some tasks read.
+    before a question; None: as the task says.
     """
 
     name = "harness"
@@ -57,20 +56,13 @@ class Harness(Task[Any, Score]):
     include_path: str | None = None
     limit: Annotated[float, LIMIT] | None = None
     num_fewshot: NonNegative | None = None
-    metadata: str | None = None
 
     def rows(self, subject: Subject) -> Any:
         if subject.tokenizer is None:
             raise UserError(f"{subject.run_dir} has no tokenizer: task harness is for text")
-        try:
-            metadata = json.loads(self.metadata or "{}")
-        except ValueError as error:
-            raise UserError(f"--metadata={self.metadata} is not JSON ({error})") from error
-        if not isinstance(metadata, dict):
-            raise UserError(f"--metadata={self.metadata} is no JSON object")
         names = [name for text in self.tasks for name in text.split(",") if name]
         options = {x: getattr(self, x) for x in ("data", "include_path", "limit", "num_fewshot")}
-        return _library().load_tasks(names, **options, metadata=metadata)
+        return _library().load_tasks(names, **options)
 
     def measured_on(self, rows: Any, subject: Subject) -> dict[str, str]:
         """By task."""
@@ -115,7 +107,7 @@ class Harness(Task[Any, Score]):
     @classmethod
     def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
         """Other tasks share a table, with cells that are empty."""
-        return [options.get(name) for name in ("limit", "num_fewshot", "metadata")]
+        return [options.get(name) for name in ("limit", "num_fewshot")]
 
 
 def _chances(series: Series[Score]) -> set[float | None]:

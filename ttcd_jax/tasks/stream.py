@@ -26,7 +26,7 @@ from ttcd_kernels.table import Row as TableRow
 
 from ttcd_jax.config import Bound, NonNegative, Positive
 from ttcd_jax.errors import UserError
-from ttcd_jax.inference.advance import head_weight
+from ttcd_jax.inference.decode import head_weight
 from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.measure.pictures import Picture, plot_bars
 from ttcd_jax.measure.scorer import Scorer

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ttcd_jax.errors import listed
 from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.models.transformer import slot_of_layer
+from ttcd_jax.models.transformer import layer_slots
 from ttcd_jax.train.state import abstract_params
 
 
@@ -106,11 +106,8 @@ def by_layers(names: Iterable[str]) -> list[str]:
 
 def _layers(config: TransformerConfig) -> Layers:
     layers: Layers = {}
-    for layer in range(config.num_layers):
-        slot = slot_of_layer(config, layer)
-        rows = layers.setdefault((slot.group, slot.block), [])
-        assert slot.row == len(rows), f"layer {layer} is row {slot.row} of {slot.group}"
-        rows.append(str(layer))
+    for layer, slot in enumerate(layer_slots(config)):
+        layers.setdefault((slot.group, slot.block), []).append(str(layer))
     return layers
 
 

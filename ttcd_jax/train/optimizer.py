@@ -2,7 +2,6 @@
 on every tensor; and its learning rate: linear warm-up, a plateau, then a decay to a floor."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
@@ -167,10 +166,6 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     return optax.stateless(update)
 
 
-def _scaled(factors: Any, updates: Any, _: Any) -> Any:
-    return jax.tree.map(lambda leaf, x: (leaf * x).astype(leaf.dtype), updates, factors)
-
-
 def build_optimizer(
     config: OptimizerConfig,
     schedule: optax.Schedule,
@@ -187,6 +182,10 @@ def build_optimizer(
     `axes`: `train.state.logical_axes` of the model. `factors` of the rate of every parameter:
     `train.groups.rate_factors` of `config.rates`; frozen ones have no moments.
     """
+
+    def scaled(updates: Any, _: Any) -> Any:
+        return jax.tree.map(lambda leaf, x: (leaf * x).astype(leaf.dtype), updates, factors)
+
     kind = OPTIMIZERS.named(config.kind)
     settings = config.settings or (kind.settings and kind.settings())
     directions: dict[Hashable, optax.GradientTransformation] = {
@@ -205,9 +204,7 @@ def build_optimizer(
         directions[first] if len(directions) == 1 else optax.partition(directions, groups),
         optax.add_decayed_weights(config.weight_decay if weight_decay is None else weight_decay),
         optax.scale_by_learning_rate(schedule),
-        optax.identity()
-        if factors is None
-        else optax.stateless(functools.partial(_scaled, factors)),
+        optax.identity() if factors is None else optax.stateless(scaled),
     )
     if config.clip_norm is None:
         return update

@@ -3,8 +3,7 @@
     python -m experiments.bench CASE [--quick] [--json=FILE] [--OPTION=VALUE ...]
 
     step     training steps of several --gin, relative to the first: time, memory, MFU
-    data     rows per second of the input pipelines of several --gin, or of their rows filled with
-             --random_tokens, and their share of a step on --topology
+    data     rows per second of the input pipelines of several --gin, and their share of a step
     prefill  long prompts by several --models: time and FLOPs over SWA and IP-TTT, memory
     decode   steps after prompts of --lengths tokens by --models and --batch_sizes
 

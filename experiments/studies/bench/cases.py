@@ -6,10 +6,7 @@ them, by several methods in one shape, on random tokens.
 import dataclasses
 import functools
 import itertools
-import json
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import jax
@@ -21,11 +18,7 @@ from ttcd_kernels.measure import MIB, MILLISECOND, Row, over
 from experiments.cli import CONFIG_DIR
 from experiments.plan import PEAK_SHARE
 from ttcd_jax.config import DISTINCT, Config, NonNegativeFloat, Positive
-from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.pipeline import CallerBatches
-from ttcd_jax.data.preparation import prepare_records
-from ttcd_jax.data.sources import RecordsConfig
-from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.inference.prefill import MemoryMode, even_size, prefill, read_piece
@@ -36,9 +29,8 @@ from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.build import Program, build_data
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.train.flops import forward_flops, training_flops_per_token
-from ttcd_jax.train.hardware import DEVICES_PER_NODE, data_sheet, parse_topology
+from ttcd_jax.train.hardware import data_sheet, parse_topology
 from ttcd_jax.train.state import init_params, with_params
 
 BASELINES = ("swa", "ipttt")  # their times and FLOPs are divisors
@@ -87,7 +79,7 @@ class Step(Config):
 def random_step(config: RunConfig) -> tuple[Callable[[], Any], int]:
     """A call that takes a training step on a batch of random tokens and gives its metrics, for the
     caller to wait for, and the bytes of the step."""
-    program, (B, T) = Program(config, run_mesh(config)), (config.batch_size, config.data.seq_len)
+    program, (B, T) = Program(config), (config.batch_size, config.data.seq_len)
     with jax.set_mesh(program.mesh):
         step = program.step().compile()
     vocab_size, shape = config.model.vocab_size, (B, T + 1)
@@ -108,51 +100,28 @@ def random_step(config: RunConfig) -> tuple[Callable[[], Any], int]:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data(Step):
     """A timed round reads `batches` batches of the training split of a file, made and read ahead on
-    the host; with `random_tokens`, of two folders of records with so many random tokens each, mixed
-    8 to 2. "step %": the time of a batch over that of a step, by its FLOPs at a share of the peak,
-    on those devices of `topology` that one process feeds."""
+    the host. "step %": the time of a batch over that of a step, by its FLOPs at a share of the
+    peak, on a node of 8 H100, which one process feeds."""
 
     batches: Positive = 50
-    random_tokens: Positive | None = None
-    topology: str = "h100x8"
 
     quick: ClassVar[Row] = Step.quick | {"batches": 2}
 
     def tables(self) -> Iterator[list[Row]]:
-        hardware, count = parse_topology(self.topology)
-        node = min(count, DEVICES_PER_NODE) * PEAK_SHARE * hardware.peak_flops
+        hardware, count = parse_topology("h100x8")
         programs, configs, rows = {}, self.configs(), []
-        with tempfile.TemporaryDirectory() as folder:
-            if self.random_tokens is not None:
-                paths = _random_records(Path(folder), self.random_tokens)
-                for gin, config in configs.items():
-                    sizes: Any = {"weights": (8, 2), "seq_len": config.data.seq_len}
-                    configs[gin] = config.replace(data=RecordsConfig(paths=paths, **sizes))
-            for gin, config in configs.items():
-                batches, _ = build_data(config, range(config.batch_size))
-                programs[gin] = lambda x=batches: sum(1 for _ in x.iterate(0, self.batches))
-            for gin, seconds in measure.median_seconds(programs, self.rounds).items():
-                size, length = configs[gin].batch_size, configs[gin].data.seq_len
-                rate = self.batches / seconds
-                tokens = rate * size * length
-                share = node / training_flops_per_token(configs[gin].model, length) / tokens
-                row = {"gin": gin, "tokens": size * length, "batches/s": rate}
-                row |= {"rows/s": rate * size, "tokens/s": tokens, "step %": 100 * share}
-                rows.append(row)
+        for gin, config in configs.items():
+            batches, _ = build_data(config, range(config.batch_size))
+            programs[gin] = lambda x=batches: sum(1 for _ in x.iterate(0, self.batches))
+        for gin, seconds in measure.median_seconds(programs, self.rounds).items():
+            size, length = configs[gin].batch_size, configs[gin].data.seq_len
+            rate = self.batches / seconds
+            tokens = rate * size * length
+            flops = training_flops_per_token(configs[gin].model, length) * tokens
+            share = 100 * count * PEAK_SHARE * hardware.peak_flops / flops
+            row = {"gin": gin, "tokens": size * length, "batches/s": rate}
+            rows.append(row | {"rows/s": rate * size, "tokens/s": tokens, "step %": share})
         yield rows
-
-
-def _random_records(folder: Path, num_tokens: int) -> tuple[str, ...]:
-    """Two folders of records of random letters, in documents of 8,192 tokens."""
-    shape = 2, -(-num_tokens // 8192), 8190
-    for number, texts in enumerate(np.random.default_rng(0).integers(65, 91, shape, np.uint8)):
-        lines = (json.dumps({"text": text.tobytes().decode()}) + "\n" for text in texts)
-        source, target = folder / f"{number}.jsonl", folder / str(number)
-        source.write_text("".join(lines))
-        target.mkdir()
-        corpus = CorpusConfig(kind="text", path=str(source), validation_percent=0)
-        prepare_records(corpus, TokenizerConfig(kind="byte"), target)
-    return str(folder / "0"), str(folder / "1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ path is how tokens are read: `forward` takes whole rows through the training for
 `streamed` pieces of them through the state of `ttcd_jax.inference`, `decoded` one after another.
 """
 
-import abc
 import dataclasses
 import functools
 import itertools
@@ -21,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels import measure, parity
 from ttcd_kernels.table import Row
 
-from ttcd_jax.config import NonNegative, Positive
+from ttcd_jax.config import Positive
 from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.sources import row_length, text_records
 from ttcd_jax.errors import DataError, NonFiniteError, UserError
@@ -30,14 +29,12 @@ from ttcd_jax.inference.prefill import stream
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.measure.pictures import Picture, plot_bars
 from ttcd_jax.measure.scorer import Scorer, batches
-from ttcd_jax.measure.task import Series, Subject, Task, register
+from ttcd_jax.measure.task import Arrays, Series, Subject, Task, register
 from ttcd_jax.memory.prefix import Form
 from ttcd_jax.methods.in_place import PrefixSettings
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.tasks.perplexity import buckets
-from ttcd_jax.tasks.ruler import NIAH
-from ttcd_jax.tasks.ruler.task import Case, Ruler
 from ttcd_jax.tokens import check_tokens
 from ttcd_jax.train.state import with_params
 
@@ -46,7 +43,6 @@ KL, VARIATION, FLIPS = "KL (nats)", "total variation", "flips of the likeliest t
 _LOSSES = "loss of the reference", "loss of the candidate", "the candidate's loss less it"
 _QUANTILES = {"50%": 0.5, "90%": 0.9, "99%": 0.99, "99.9%": 0.999, "max": 1.0}
 _LOGITS = 2**26  # held at once, for each variant
-_WHOLE = 2**24  # tokens: no prompt has more
 
 _PIECE_SIZES = {"forward": None, "streamed": 2048, "decoded": 1}  # unless a part states another
 _GROUPS = {
@@ -164,7 +160,7 @@ class Cell(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Equivalence(Task[Any, Cell]):
+class Equivalence(Task[Arrays, Cell]):
     """The distance of the variant `candidate` of a run from its variant `reference`.
 
     A variant names at most one of each: attention (xla, triton, mosaic), the form of the memory's
@@ -174,8 +170,7 @@ class Equivalence(Task[Any, Cell]):
 
     Measured on at most `max_rows` rows of `seq_len` tokens (None: as in training) that one document
     of `text` fills (a text file or a folder of .txt; None: the run's held-out text), drawn at
-    random; the level task on RULER's `niah_tasks`, hidden in the same text: `niah_samples` of each
-    at `niah_lengths`, drawn by `seed`.
+    random.
     """
 
     record = Cell
@@ -189,34 +184,24 @@ class Equivalence(Task[Any, Cell]):
     seq_len: Positive | None = None
     max_rows: Positive = 64
     batch_size: Positive = 1
-    niah_tasks: str = ",".join(NIAH)  # by name: one that does not fit is refused
-    niah_lengths: tuple[Positive, ...] = (4096,)
-    niah_samples: Positive = 8
-    seed: NonNegative = 0
 
     def __str__(self) -> str:
         return f"{Variant.parse(self.candidate)} against {Variant.parse(self.reference)}"
 
     def validate(self) -> None:
         str(self)
-        self.ruler()
 
-    def ruler(self) -> Ruler:
-        sizes = {"lengths": self.niah_lengths, "samples": self.niah_samples, "seed": self.seed}
-        sizes["batch_size"] = self.batch_size
-        return Ruler(tasks=self.niah_tasks, essay=self.text, **sizes)
-
-    def rows(self, subject: Subject) -> Any:
+    def rows(self, subject: Subject) -> Arrays:
         """Tokens and targets [rows, T]. Raises `DataError` when no document fills a row."""
         records = text_records(subject.run_dir, subject.data, subject.tokenizer, self.text)
         seq_len = self.seq_len or row_length(subject.data)
-        longest = [part.sizes.max(initial=0) for part in records]
-        if max(longest) <= seq_len:
+        filled = [part for part in records if part.sizes.max(initial=0) > seq_len]
+        if not filled:
+            longest = max(part.sizes.max(initial=0) for part in records)
             raise DataError(
-                f"no document fills a row: the longest has {max(longest)} tokens and a row with "
+                f"no document fills a row: the longest has {longest} tokens and a row with "
                 f"its last target takes {seq_len + 1}; pass a smaller --seq_len, or --text"
             )
-        filled = (part for part, size in zip(records, longest, strict=True) if size > seq_len)
         parts = [DocumentRows(part, seq_len=seq_len, min_tokens=seq_len + 1) for part in filled]
         indices = [(part, i) for part in parts for i in range(len(part))]
         drawn = (indices[i] for i in np.random.default_rng(0).permutation(len(indices)))
@@ -226,24 +211,21 @@ class Equivalence(Task[Any, Cell]):
         check_tokens(rows["targets"], subject.model.config.vocab_size)
         return rows
 
-    def facts(self, rows: Any) -> dict[str, Any]:
+    def facts(self, rows: Arrays) -> dict[str, Any]:
         return {"environment": measure.environment()}
 
-    def series(self, subject: Subject, rows: Any) -> Series[Cell]:
+    def series(self, subject: Subject, rows: Arrays) -> Series[Cell]:
         label = f"{subject.name}, {self}"
         return {label: self.measure(self.scorer(subject, label, subject.model), rows, subject)}
 
-    def measure(self, scorer: Scorer, rows: Any, subject: Subject) -> list[Cell]:
+    def pair(self, model: Transformer) -> Pair:
         """Raises `UserError` for variants that are the same in this run."""
-        variants = Variant.parse(self.reference), Variant.parse(self.candidate)
-        first, second = (Computed(variant, scorer.model) for variant in variants)
-        if first.config == second.config and variants[0].piece_size == variants[1].piece_size:
-            raise UserError(f"reference and candidate are the same variant, {variants[1]}")
-        return [*self.compare((first, second), rows, subject)]
-
-    @abc.abstractmethod
-    def compare(self, pair: Pair, rows: Any, subject: Subject) -> Iterator[Cell]:
-        """The records."""
+        texts = self.reference, self.candidate
+        first, second = (Computed(Variant.parse(text), model) for text in texts)
+        sizes = first.variant.piece_size, second.variant.piece_size
+        if first.config == second.config and sizes[0] == sizes[1]:
+            raise UserError(f"reference and candidate are the same variant, {second.variant}")
+        return first, second
 
     @classmethod
     def table(cls, series: Series[Cell]) -> list[Row]:
@@ -296,19 +278,22 @@ class Kernel(Equivalence):
     value = "share of elements"
     columns, bars = _AGREEMENT, _AGREEMENT[:3]
 
-    def compare(self, pair: Pair, rows: Any, subject: Subject) -> Iterator[Cell]:
-        """If either variant reads pieces, only the hidden states before the head are compared."""
-        (reference, candidate), tokens = pair, rows["tokens"][: self.batch_size]
-        models = reference.unstacked, candidate.unstacked
-        h = embeddings = models[0].embedding[...].astype(reference.dtype)[tokens]
-        is_whole = reference.variant.piece_size is candidate.variant.piece_size is None
-        for layer in range(reference.config.num_layers if is_whole else 0):
-            ours, theirs = ((x.blocks[layer], x.layers[layer]) for x in models)
-            inputs = h.astype(candidate.dtype), embeddings.astype(candidate.dtype)
-            h, other = _outputs(*ours, h, embeddings), _outputs(*theirs, *inputs)
-            yield from agreement(f"layer {layer}", other, h)
-        whole = candidate.hidden(tokens), reference.hidden(tokens)
-        yield from agreement("whole model", *whole)
+    def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[Cell]:
+        return [*layers(self.pair(scorer.model), rows["tokens"][: self.batch_size])]
+
+
+def layers(pair: Pair, tokens: Int[np.ndarray, "B T"]) -> Iterator[Cell]:
+    """The agreement of every layer and of the whole model on rows; if either variant reads pieces,
+    of the hidden states before the head alone."""
+    (reference, candidate), models = pair, [x.unstacked for x in pair]
+    h = embeddings = models[0].embedding[...].astype(reference.dtype)[tokens]
+    is_whole = reference.variant.piece_size is candidate.variant.piece_size is None
+    for layer in range(reference.config.num_layers if is_whole else 0):
+        ours, theirs = ((x.blocks[layer], x.layers[layer]) for x in models)
+        inputs = h.astype(candidate.dtype), embeddings.astype(candidate.dtype)
+        h, other = _outputs(*ours, h, embeddings), _outputs(*theirs, *inputs)
+        yield from agreement(f"layer {layer}", other, h)
+    yield from agreement("whole model", candidate.hidden(tokens), reference.hidden(tokens))
 
 
 class Distances(NamedTuple):
@@ -372,11 +357,12 @@ class Distribution(Equivalence):
     value = "mean"
     columns, bars = ("mean", *_QUANTILES), (VARIATION, FLIPS)
 
-    def compare(self, pair: Pair, rows: Any, subject: Subject) -> Iterator[Cell]:
-        return summarize(predictions(pair, rows, self.batch_size))
+    def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[Cell]:
+        return [*summarize(predictions(self.pair(scorer.model), rows, self.batch_size))]
 
 
-def predictions(pair: Pair, rows: dict[str, np.ndarray], batch_size: int) -> Distances:
+def predictions(pair: Pair, rows: Arrays, batch_size: int) -> Distances:
+    """The distances [rows, T] of the predictions of the rows' targets."""
     heads, parts = [x.model.head_weight() for x in pair], []
     for index, count in batches(len(rows["tokens"]), batch_size):
         hidden = (x.hidden(rows["tokens"][index]) for x in pair)
@@ -398,11 +384,9 @@ def summarize(found: Distances) -> Iterator[Cell]:
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Needles(Equivalence):
-    """RULER's needles in a haystack: both scores, and the share of the samples that are answered
-    alike. Answers are greedy, by inference on every path: a prompt is read in the pieces of its
-    variant (forward: in one), then it is decoded token by token."""
+    """Results of a level of earlier versions, which are shown, not measured: needles in a haystack,
+    answered by both."""
 
     name = "equivalence_task"
     title = "Needles in a haystack (scores in percent)"
@@ -410,27 +394,3 @@ class Needles(Equivalence):
     value = "score (%)"
     columns = "samples", "reference_score", "candidate_score", "identical_share"
     bars = columns[1:3]
-
-    def rows(self, subject: Subject) -> list[Case]:
-        return self.ruler().rows(subject)
-
-    def measured_on(self, rows: list[Case], subject: Subject) -> dict[str, str]:
-        return self.ruler().measured_on(rows, subject)
-
-    def compare(self, pair: Pair, rows: list[Case], subject: Subject) -> Iterator[Cell]:
-        answers = []
-        for x in pair:
-            sizes = {"batch_size": self.batch_size, "piece_size": x.variant.piece_size or _WHOLE}
-            names = {"name": f"{self.name}, {x.variant}", "journal": subject.journal}
-            scorer = Scorer(x.model, subject.tokenizer, **sizes, **names)
-            answers.append(self.ruler().measure(scorer, rows, subject))
-        groups: dict[str, list[tuple[float, float, bool]]] = {}
-        for x, y in zip(*answers, strict=True):
-            found = x.score, y.score, x.prediction == y.prediction
-            groups.setdefault(f"{x.task}, {x.length:,}", []).append(found)
-        for name, group in groups.items():
-            values = len(group), *np.mean(group, axis=0).tolist()
-            yield from map(Cell, [name] * 4, self.columns, values)
-
-
-LEVELS = {"kernel": Kernel, "distribution": Distribution, "task": Needles}

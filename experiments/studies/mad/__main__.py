@@ -1,14 +1,16 @@
 """Trains and scores the MAD sweep: all hyperparameter runs of a setting and method at once.
 
     python -m experiments.mad --gin=mad/default.gin [--param='MADSweepConfig.settings="all"' ...]
-                              [--run_dir=DIR] [--beside=DIR ...] [--dry_run]
+                              [--run_dir=DIR] [--dry_run]
 
 Each finished setting and method is one file in DIR/records; the same command continues after an
 interruption, and commands that run at the same time share the work. At the end it prints the tables
 of all records, also into DIR/tables.txt, and draws DIR/curves.png. Another recipe needs another
-directory; other tasks, settings or methods may be added to this one.
+directory; other tasks, settings or methods may be added to this one. experiments.report shows the
+scores of several directories together.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -20,13 +22,12 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("gin", "mad/default.gin", "A file in experiments/configs/, or a path.")
 flags.DEFINE_multi_string("param", [], "A binding that overrides the file, as Class.field=value.")
 flags.DEFINE_string("run_dir", None, "Default: runs/mad-<name of the gin file>.")
-flags.DEFINE_multi_string(
-    "beside", [], "Another sweep's directory: tables and picture show its records, too."
-)
 flags.DEFINE_bool("dry_run", False, "Print the jobs; train and write nothing.")
 
 
 def main(argv: list[str]) -> None:
+    import jax
+
     from experiments.studies.mad import sweep
     from experiments.studies.mad.records import gather, sweep_section, tables
     from ttcd_jax.files import write_whole
@@ -37,16 +38,14 @@ def main(argv: list[str]) -> None:
     if FLAGS.dry_run:
         print(sweep.plan(config))
         return
-    cli.use_every_core()
-    beside = [Path(other) for other in FLAGS.beside]
-    gather(beside)  # a mistake in them is reported before any training
+    jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))  # a device each
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / f"mad-{Path(FLAGS.gin).stem}")
     run_dir.check_free()
     with run_dir.lock(waits=True):
         command, data = " ".join(sys.argv) + "\n", {"seed": sweep.DATA_SEED}
         run_dir.claim(config.to_dict(), command, data, layout=sweep.SELECTION)
     sweep.train_jobs(config, run_dir.path)
-    if records := gather([run_dir.path, *beside]):  # else other processes train every job
+    if records := gather([run_dir.path]):  # else other processes train every job
         with run_dir.lock(waits=True):
             text = tables(records)
             write_whole(run_dir.path / "tables.txt", text)

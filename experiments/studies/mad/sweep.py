@@ -1,5 +1,9 @@
-"""MAD sweeps, root of the files in configs/mad/: R runs that differ in rate, decay and seed are
-one program, whose results are a record.
+"""MAD sweeps, root of the files in configs/mad/: the models of the tasks, two small blocks of any
+method, and their training: R runs that differ in rate, decay and seed are one program, whose
+results are a record.
+
+Next-token tasks take a `Transformer` with an untied head. Compression takes an `Autoencoder`: the
+row is decoded from the hidden state of its last token alone.
 
 The training step of the library (`train.step`) is vmapped over the runs, and the runs are split
 among the devices. An epoch is a scan inside the compiled function: one dispatch per step would
@@ -13,7 +17,7 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,15 +25,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from ttcd_kernels import measure
 
 from experiments.studies.mad import records
-from experiments.studies.mad.models import Problem, mad_config, mad_problem
 from experiments.studies.mad.records import Job, MADMethod, Measures, Point, RecipeConfig, Run
-from experiments.studies.mad.tasks import IGNORE, TASKS, Rows, TaskName, instances, settings
+from experiments.studies.mad.tasks import (
+    IGNORE,
+    TASKS,
+    MADConfig,
+    Rows,
+    TaskName,
+    instances,
+    settings,
+)
+from ttcd_jax.axes import param
 from ttcd_jax.config import DISTINCT, Bound, Config, NonNegativeFloat, Positive, PositiveFloat
+from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
+from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.methods.lact import LaCTMemoryConfig
+from ttcd_jax.models.config import TransformerConfig, switched_off
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.batch import replicated
 from ttcd_jax.terminal import Progress
@@ -148,6 +167,159 @@ def train_jobs(config: MADSweepConfig, folder: Path) -> None:
         progress.show(f"{line}, {record.seconds:.0f} s{left and f', {left}'}", is_last=True)
 
 
+def mad_config(
+    method: MADMethod,
+    task: MADConfig,
+    *,
+    window: int | None = None,
+    corrects_errors: bool = False,
+    **fields: Any,
+) -> TransformerConfig:
+    """Two layers with four heads, both fast where a method has fast layers, of the published sizes
+    unless `fields` change them. The teacher's window is 16 for tasks of 32 tokens, 32 for the
+    others, or `window`; the student's and the chunk are half of it.
+
+    Methods are as published for training from scratch. With `corrects_errors` IP-TTCD is that of
+    method/ipttcd_corrected.gin. The publication of LaCT does not specify its initial state: here
+    full matrices, one fast head per attention head, no Muon.
+    """
+    window = window or (16 if task.task in ("compression", "memorization") else 32)
+    chunk, in_place = window // 2, {"window": window, "fast_layers": (0, 1)}
+    sizes = {"vocab_size": task.vocab_size, "dim": 128, "mlp_dim": 256, "has_tied_head": False}
+    sizes |= {"num_layers": 2, "num_heads": 4, "method": method}
+    memory = MemoryConfig(chunk_size=chunk, block_chunks=1)
+    if corrects_errors:
+        taps = {"teacher_conv_init": "identity", "student_conv_init": "previous"}
+        memory = memory.replace(corrects_errors=True, **taps)
+    target = TargetMemoryConfig(chunk_size=chunk, block_chunks=1)
+    by_method = {
+        "ipttcd": in_place | {"student_window": chunk, "memory": memory},
+        "ipttt": in_place | {"memory": target},
+        "lact": {"window": window, "memory": LaCTMemoryConfig(chunk_size=chunk, low_rank=None)},
+        "swa": {"window": window},
+    }
+    return TransformerConfig(**sizes | by_method.get(method, {}) | fields)
+
+
+def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:
+    """[sin | cos] of n * 10000^(-k / (dim/2 - 1)), k = 0 .. dim/2 - 1."""
+    half = dim // 2
+    frequencies = 10_000.0 ** -(jnp.arange(half) / max(half - 1, 1))
+    angles = jnp.arange(length)[:, None] * frequencies
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+class _DecoderLayer(nnx.Module):
+    """gelu(RMSNorm(y) W + b)."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        D, dtype = config.dim, config.precision.param_dtype
+        self.norm = param(jnp.ones((D,), dtype), ("embed",))
+        self.kernel = normal_param(rngs, (D, D), ("embed", "embed_out"), config.init_std, dtype)
+        self.bias = param(jnp.zeros((D,), dtype), ("embed_out",))
+
+    def __call__(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        y = rms_norm(y, self.norm[...], self.config.norm_eps)
+        y = linear(y, self.kernel[...], self.config.precision.compute_dtype)
+        return jax.nn.gelu(y + self.bias[...].astype(y.dtype), approximate=False)
+
+
+class Autoencoder(Transformer):
+    """Logits [B, T, V] of the tokens [B, T] from the state c [B, D] of their last position alone:
+
+        y_n = gelu(RMSNorm(gelu(RMSNorm(c + sinusoids_n) W_1 + b_1)) W_2 + b_2)
+
+    The transformer's final norm and untied head are applied to y, not to the blocks' output.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
+        self.decoder_1 = _DecoderLayer(config, rngs=rngs)
+        self.decoder_2 = _DecoderLayer(config, rngs=rngs)
+
+    def normed(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        y = h[:, -1:] + sinusoids(*h.shape[1:]).astype(h.dtype)
+        return super().normed(self.decoder_2(self.decoder_1(y)))
+
+
+class Problem(NamedTuple):
+    """One run's functions: `init(key)` gives parameters, `loss_sum(params, batch)` the loss summed
+    over the scored targets of a batch (`sweep.take_rows`), `measure(params, batch)` the `Measures`
+    that are averaged over the batches of the test rows."""
+
+    init: Callable[[jax.Array], Any]
+    loss_sum: Callable[[Any, Batch], jax.Array]
+    measure: Callable[[Any, Batch], Metrics]
+
+
+def mad_problem(task: MADConfig, config: TransformerConfig) -> Problem:
+    """The problem of a task, of which `config` is the model."""
+    model_class = Autoencoder if task.task == "compression" else Transformer
+    off = switched_off(config, task.num_positions)
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return nnx.to_pure_dict(nnx.state(model_class(config, rngs=nnx.Rngs(key)), nnx.Param))
+
+    def model_with(params: dict[str, Any], config: TransformerConfig = config) -> Transformer:
+        model = nnx.eval_shape(lambda: model_class(config, rngs=nnx.Rngs(0)))
+        nnx.update(model, params)
+        return model
+
+    def loss_sum(params: dict[str, Any], batch: Batch) -> jax.Array:
+        return summed_loss(model_with(params)(batch["tokens"]), batch["targets"])
+
+    def measure(params: dict[str, Any], batch: Batch) -> Metrics:
+        tokens, targets = batch["tokens"], batch["targets"]
+        model = model_with(params)
+        hidden, stats = model.forward(tokens)
+        metrics = batch_scores(model.logits(hidden), targets)
+        if stats is not None:
+            metrics |= stats._asdict()
+        if off is not None:
+            without = batch_scores(model_with(params, off)(tokens), targets)
+            metrics |= {f"{name}_off": value for name, value in without.items()}
+        return metrics
+
+    return Problem(init, loss_sum, measure)
+
+
+def summed_loss(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> Float[Array, ""]:
+    """Cross entropy summed over scored positions in nats, float32 or better. Differentiable in
+    `logits`."""
+    state = jnp.promote_types(logits.dtype, jnp.float32)
+    log_probs = jax.nn.log_softmax(logits.astype(state), axis=-1)
+    classes = jnp.maximum(targets, 0)
+    losses = -jnp.take_along_axis(log_probs, classes[..., None], axis=-1)[..., 0]
+    return jnp.sum(jnp.where(targets != IGNORE, losses, 0))
+
+
+def batch_scores(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> Metrics:
+    """macro_accuracy (the published score), micro_accuracy (the share of scored positions that are
+    right) and loss, the mean cross entropy in nats, of one batch; targets of -100 are not scored.
+
+    Macro accuracy is the mean recall over the classes that a batch has as targets *or as
+    predictions*: a class that is only predicted counts as a recall of 0. The score of an epoch is
+    the plain mean over its batches, not the score of all at once. The prediction is the first of
+    the likeliest classes. All are NaN without a scored position.
+    """
+    predictions, is_scored = jnp.argmax(logits, axis=-1), targets != IGNORE
+    is_hit = is_scored & (predictions == targets)
+
+    def count(classes: jax.Array, chosen: jax.Array) -> jax.Array:
+        weights = chosen.ravel().astype(jnp.int32)
+        return jnp.bincount(classes.ravel(), weights, length=logits.shape[-1])
+
+    num_targets, num_hits = count(targets, is_scored), count(targets, is_hit)
+    num_present = jnp.sum(num_targets + count(predictions, is_scored) > 0)
+    recalls = num_hits / jnp.maximum(num_targets, 1)
+    return {
+        "macro_accuracy": jnp.sum(recalls) / num_present,
+        "micro_accuracy": jnp.sum(is_hit) / jnp.sum(is_scored),
+        "loss": summed_loss(logits, targets) / jnp.sum(is_scored),
+    }
+
+
 class RunState(NamedTuple):
     """One run; stacked over runs outside this file's inner functions."""
 
@@ -264,52 +436,44 @@ def train_runs(
     mesh = jax.make_mesh((len(devices),), ("runs",), (AxisType.Auto,), devices=devices)
     init, train = programs(config, problem, mesh)
     splits = jax.device_put((rows, test_rows), replicated(mesh))
-
-    def groups(per_device: int) -> tuple[list[Hyper], Any]:
-        """Groups of one size, the last one filled up with copies of the last run; their program."""
+    per_device = -(-num_runs // mesh.size)
+    while True:  # of one size, the last group filled up with copies of the last run
         size = per_device * mesh.size
         padded = np.minimum(np.arange(-(-num_runs // size) * size), num_runs - 1)
-        parts = [Hyper(*(x[group] for x in hyper)) for group in padded.reshape(-1, size)]
-        lowered = train.lower(jax.eval_shape(init, parts[0]), parts[0], *splits, 0, 0)
+        groups = [Hyper(*(x[part] for x in hyper)) for part in padded.reshape(-1, size)]
+        lowered = train.lower(jax.eval_shape(init, groups[0]), groups[0], *splits, 0, 0)
         program = lowered.compile()
         if budget_bytes is None or measure.needed_bytes(program) <= budget_bytes or per_device == 1:
-            return parts, program
-        return groups(-(-per_device // 2))
-
-    parts, train_group = groups(-(-num_runs // mesh.size))
+            break
+        per_device = -(-per_device // 2)
     every, finished = -(-num_epochs // _NUM_EVALUATIONS), []
-    for number, part in enumerate(parts):
-        own = zip(*(x.tolist() for x in part), strict=True)
-        start = {"failed_at": None, "metrics": None, "curve": ()}
-        runs = [Run(rate=x, weight_decay=decay, seed=seed, **start) for x, decay, seed in own]
-        state = init(part)
+    for number, group in enumerate(groups):
+        state, evaluations = init(group), []
         for first in range(0, num_epochs, every):
             stop = min(first + every, num_epochs)
-            state, measures = train_group(state, part, *splits, first, stop)
-            found = jax.device_get((measures, state.loss, state.failed_at))
-            runs = [
-                _evaluated(run, stop, *jax.tree.map(lambda x, i=index: x[i].tolist(), found))
-                for index, run in enumerate(runs)
-            ]
-            best = max(run.curve[-1].macro_accuracy for run in runs)
-            on_evaluation((number + stop / num_epochs) / len(parts), best)
-            if all(run.failed_at is not None for run in runs):
+            state, measures = program(state, group, *splits, first, stop)
+            evaluations.append((stop, *jax.device_get((measures, state.loss, state.failed_at))))
+            best = evaluations[-1][1]["macro_accuracy"].max()
+            on_evaluation((number + stop / num_epochs) / len(groups), best)
+            if (evaluations[-1][-1] >= 0).all():
                 break
-        finished += runs
+        finished += map(functools.partial(_run, group, evaluations), range(size))
     return finished[:num_runs]
 
 
-def _evaluated(
-    run: Run, epoch: int, measures: dict[str, Any], training_loss: float, failed_at: int
-) -> Run:
-    """The run with an evaluation; unchanged if it had failed before."""
-    if run.failed_at is not None:
-        return run
-    losses = {"loss": measures["loss"], "training_loss": training_loss}
-    losses = {name: x if np.isfinite(x) else None for name, x in losses.items()}
-    accuracy = measures["macro_accuracy"]
-    curve = (*run.curve, Point(epoch=epoch, macro_accuracy=accuracy, **losses))
-    if failed_at >= 0:
-        return run.replace(failed_at=failed_at, metrics=None, curve=curve)
+def _run(group: Hyper, evaluations: Sequence[Any], index: int) -> Run:
+    """A run of a group, from its (epoch, measures, training loss, first failed step) by time."""
+    curve, failed_at, measures = [], -1, {}
+    for epoch, *found in evaluations:
+        if failed_at < 0:
+            measures, loss, failed_at = jax.tree.map(lambda x: x[index].tolist(), found)
+            losses = {"loss": measures["loss"], "training_loss": loss}
+            losses = {name: x if np.isfinite(x) else None for name, x in losses.items()}
+            accuracy = measures["macro_accuracy"]
+            curve.append(Point(epoch=epoch, macro_accuracy=accuracy, **losses))
     finite = {name: x for name, x in measures.items() if np.isfinite(x).all()}
-    return run.replace(metrics=Measures(**finite), curve=curve)
+    rate, decay, seed = (x[index].item() for x in group)
+    own: Any = {"rate": rate, "weight_decay": decay, "seed": seed, "curve": tuple(curve)}
+    if failed_at < 0:
+        return Run(**own, failed_at=None, metrics=Measures(**finite))
+    return Run(**own, failed_at=failed_at, metrics=None)

@@ -6,11 +6,11 @@ from typing import Any, Literal, NoReturn, NotRequired, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ttcd_kernels.decode import triton_call, xla
 from ttcd_kernels.dispatch import Candidate, choose
-from ttcd_kernels.windows import Windows, check_operands, checked
+from ttcd_kernels.windows import Cache, Position, Results, Windows, check_operands, checked
 
 Implementation = Literal["auto", "triton", "xla"]
 # "auto" takes the first that can run and needs no check, or has had it.
@@ -22,17 +22,18 @@ CANDIDATES = {
 
 def decode_attention_with_lse(
     q: Float[Array, "B N H"],
-    k_cache: Float[Array, "B W K H"],
-    v_cache: Float[Array, "B W K H"],
-    position: Int[Array, " B"],
+    k_cache: Cache,
+    v_cache: Cache,
+    position: Position,
     *,
     teacher_window: int,
     student_window: int,
     scale: float | None = None,
     implementation: Implementation = "auto",
-) -> tuple[Float[Array, "B N H"], Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N"]]:
-    """Attention of one query per row over its cache under two sliding windows: (teacher, student,
-    teacher lse, student lse), with sums over the slots s that a window sees:
+) -> Results:
+    """Attention of one query per row, q [B, N, H], over its cache [B, W, K, H] under two sliding
+    windows: (teacher, student [B, N, H], teacher lse, student lse [B, N]), with sums over the slots
+    s that a window sees:
 
         lse = log sum_s exp(scale * q . k_s),    out = sum_s exp(scale * q . k_s - lse) v_s
 
@@ -81,9 +82,9 @@ class Options(TypedDict):
 
 def decode_attention(
     q: Float[Array, "B N H"],
-    k_cache: Float[Array, "B W K H"],
-    v_cache: Float[Array, "B W K H"],
-    position: Int[Array, " B"],
+    k_cache: Cache,
+    v_cache: Cache,
+    position: Position,
     **options: Unpack[Options],
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N H"]]:
     """(teacher, student) outputs of `decode_attention_with_lse`."""

@@ -15,7 +15,7 @@ from ttcd_kernels.decode import triton_call, tuning
 from ttcd_kernels.decode.api import Implementation, decode_attention
 from ttcd_kernels.decode.xla import visible_slots
 from ttcd_kernels.measure import Work
-from ttcd_kernels.windows import Results, Windows
+from ttcd_kernels.windows import Windows
 
 PEERS = ("jax.nn",)  # name prefixes of foreign implementations, which may refuse a shape
 
@@ -98,14 +98,13 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
     return functions | {"jax.nn twice": twice}
 
 
-def integers(case: Case, launched: launch.Launch) -> list[Int[Array, " B"]]:
-    """The integer operands of a kernel that `with_tuning` launches."""
-    return [case.positions]
-
-
-def with_tuning(case: Case, table: tuning.Tuning) -> Callable[..., Results]:
+def alone(
+    case: Case, kernel: str, tile: tuning.Tile
+) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """The first kernel with a tile as a function, and its operands."""
     windows = Windows(case.teacher_window, case.student_window, case.head_dim**-0.5)
-    return lambda q, k, v: triton_call.decode(q, k, v, case.positions, windows, table)
+    run = functools.partial(triton_call.launch_shares, windows, tile)
+    return lambda q, k, v: run(q, k, v, case.positions), operand_shapes(case)
 
 
 def work(case: Case, direction: str) -> Work:

@@ -40,34 +40,16 @@ def decode(
     return everywhere(run, "qKKp -> qqll", q, k_cache, v_cache, position)
 
 
-def _launch(windows: Windows, tile: Tile, *arrays: jax.Array) -> Results:
-    from ttcd_kernels.decode.triton_kernels import decode_attention, decode_merge
+def _launch(windows: Windows, tile: Tile, q: jax.Array, *cache: jax.Array) -> Results:
+    from ttcd_kernels.decode.triton_kernels import decode_merge
 
-    q, k_cache, v_cache, position = arrays
-    (B, N, H), (num_slots, K) = q.shape, k_cache.shape[1:3]
-    slices = slices_for(tile, B * K, windows.teacher, windows.student)
-    num_slices = slices.near + slices.far
-    share = num_slices, B, N, H
-    shares = launch.launch(
-        decode_attention,
-        *(q, k_cache, v_cache, position.astype(jnp.int32)),
-        *(B, N, K, num_slots),
-        *(windows.teacher, windows.student, slices.keys, slices.near),
-        np.float32(windows.scale * launch.LOG2E),
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (share, share[:-1])],
-        grid=(num_slices, K, B),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        H=H,
-        BLOCK_G=max(_SMALLEST_GROUP, 1 << (N // K - 1).bit_length()),
-        BLOCK_N=tile.block_n,
-        PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
-    )
+    B, N, H = q.shape
+    slices = slices_for(tile, B * cache[0].shape[2], windows.teacher, windows.student)
     out, lse = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N), jnp.float32)
     teacher, student, teacher_lse, student_lse = launch.launch(
         decode_merge,
-        *shares,
-        *(B, N, slices.near, num_slices),
+        *launch_shares(windows, tile, q, *cache),
+        *(B, N, slices.near, slices.near + slices.far),
         out_shape=[out, out, lse, lse],
         grid=(N, B, 1),
         num_warps=4,
@@ -76,3 +58,34 @@ def _launch(windows: Windows, tile: Tile, *arrays: jax.Array) -> Results:
         BLOCK_X=_MERGED_AT_ONCE,
     )
     return teacher, student, teacher_lse, student_lse
+
+
+def launch_shares(
+    windows: Windows,
+    tile: Tile,
+    q: Float[Array, "B N H"],
+    k_cache: Cache,
+    v_cache: Cache,
+    position: Position,
+) -> list[jax.Array]:
+    """Each slice's share of the results [slices, B, N, H], with its log-sum-exp [slices, B, N]."""
+    from ttcd_kernels.decode.triton_kernels import decode_attention
+
+    (B, N, H), (num_slots, K) = q.shape, k_cache.shape[1:3]
+    slices = slices_for(tile, B * K, windows.teacher, windows.student)
+    share = slices.near + slices.far, B, N, H
+    return launch.launch(
+        decode_attention,
+        *(q, k_cache, v_cache, position.astype(jnp.int32)),
+        *(B, N, K, num_slots),
+        *(windows.teacher, windows.student, slices.keys, slices.near),
+        np.float32(windows.scale * launch.LOG2E),
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (share, share[:-1])],
+        grid=(share[0], K, B),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        H=H,
+        BLOCK_G=max(_SMALLEST_GROUP, 1 << (N // K - 1).bit_length()),
+        BLOCK_N=tile.block_n,
+        PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
+    )

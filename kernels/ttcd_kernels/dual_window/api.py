@@ -3,11 +3,10 @@
 from typing import Literal, TypedDict, Unpack
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 from ttcd_kernels.dispatch import Candidate, choose
 from ttcd_kernels.dual_window import mosaic_call, triton_call, xla
-from ttcd_kernels.windows import check_operands, checked
+from ttcd_kernels.windows import Ids, Keys, Queries, Results, check_operands, checked
 
 Implementation = Literal["auto", "triton", "mosaic", "xla"]
 # "auto" takes the first that can run and needs no check, or has had it.
@@ -19,19 +18,18 @@ CANDIDATES = {
 
 
 def dual_window_attention_with_lse(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    q: Queries,
+    k: Keys,
+    v: Keys,
     *,
     teacher_window: int | None,
     student_window: int | None,
-    segment_ids: Int[Array, "B S"] | None = None,
+    segment_ids: Ids | None = None,
     scale: float | None = None,
     implementation: Implementation = "auto",
-) -> tuple[
-    Float[Array, "B T N H"], Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]
-]:
-    """Causal attention under two sliding windows: (teacher, student, teacher lse, student lse).
+) -> Results:
+    """Causal attention under two sliding windows: (teacher, student [B, T, N, H], teacher lse,
+    student lse [B, T, N]) of q [B, T, N, H], k and v [B, S, K, H], segment_ids [B, S].
 
     The queries are the last T of the S positions (the first S - T keys are halo). A window w
     counts the query itself, `None` sees everything: the query at position i sees key j when
@@ -74,36 +72,32 @@ def dual_window_attention_with_lse(
     return run(q, k, v, segment_ids, windows)
 
 
-class Options(TypedDict, total=False):
+class _Options(TypedDict, total=False):
     """Options shared by all calls, as in `dual_window_attention_with_lse`."""
 
-    segment_ids: Int[Array, "B S"] | None
+    segment_ids: Ids | None
     scale: float | None
     implementation: Implementation
 
 
+class DualOptions(_Options):
+    """Options of a call with two windows."""
+
+    teacher_window: int | None
+    student_window: int | None
+
+
 def dual_window_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    *,
-    teacher_window: int | None,
-    student_window: int | None,
-    **options: Unpack[Options],
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N H"]]:
+    q: Queries, k: Keys, v: Keys, **options: Unpack[DualOptions]
+) -> tuple[Queries, Queries]:
     """(teacher, student) outputs of `dual_window_attention_with_lse`."""
-    windows = {"teacher_window": teacher_window, "student_window": student_window}
-    return dual_window_attention_with_lse(q, k, v, **windows, **options)[:2]
+    return dual_window_attention_with_lse(q, k, v, **options)[:2]
 
 
 def window_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    *,
-    window: int | None,
-    **options: Unpack[Options],
-) -> Float[Array, "B T N H"]:
+    q: Queries, k: Keys, v: Keys, *, window: int | None, **options: Unpack[_Options]
+) -> Queries:
     """Causal attention under one sliding window: the dual call with an empty far band."""
-    windows = {"teacher_window": window, "student_window": window}
-    return dual_window_attention(q, k, v, **windows, **options)[1]
+    return dual_window_attention(q, k, v, teacher_window=window, student_window=window, **options)[
+        1
+    ]

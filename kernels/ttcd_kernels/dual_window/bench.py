@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ttcd_kernels import launch
-from ttcd_kernels.dual_window import mosaic_call, tiles, triton_call, tuning
+from ttcd_kernels.dual_window import mosaic_call, triton_call, tuning
 from ttcd_kernels.dual_window.api import dual_window_attention, window_attention
 from ttcd_kernels.measure import Work
 from ttcd_kernels.windows import Windows
@@ -101,17 +101,19 @@ def work(case: Case, direction: str) -> Work:
     return Work(flops, moved)
 
 
-def integers(case: Case, launched: launch.Launch) -> list[jax.Array]:
-    """The integer operands of a kernel that `with_tuning` launches."""
-    is_by_key = launched.kernel.__name__.endswith("backward_kv")
-    tiles_of = tiles.query_tiles if is_by_key else tiles.key_tiles
-    blocks = (launched.constants[name] for name in ("BLOCK_M", "BLOCK_N"))
-    windows = case.windows.within(case.length)
-    return [tiles_of(tiles.bands(windows), case.length, case.length, *blocks)]
+def alone(
+    case: Case, kernel: str, tile: tuning.Tile
+) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """One kernel with a tile as a function, and its operands: of a case without documents."""
+    q, k, v, *_ = operand_shapes(case)
+    row = jax.ShapeDtypeStruct((2, case.batch, case.num_heads, case.length), jnp.float32)
+    cotangents = [jax.ShapeDtypeStruct((2, *q.shape), q.dtype), row, row]
 
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, *cotangents: jax.Array) -> list[jax.Array]:
+        windows = case.windows.within(case.length)
+        return triton_call.launch_kernel(kernel, windows, tile, q, k, v, None, *cotangents)
 
-def with_tuning(case: Case, table: tuning.Tuning) -> Callable[..., Any]:
-    return lambda q, k, v: triton_call.dual_window(q, k, v, None, case.windows, table)[:2]
+    return run, [q, k, v, *(() if kernel == "forward" else cotangents)]
 
 
 def implementations(case: Case) -> dict[str, Callable[..., Any]]:

@@ -23,7 +23,7 @@ filled with zeros to whole tiles; `tiles` and `ids` as in the forward, for backw
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Shaped
 
-from ttcd_kernels.dual_window import mosaic_block
-from ttcd_kernels.dual_window.mosaic_block import Block, QueryBlock, Static, by_column, by_row
-from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS
+from ttcd_kernels.dual_window.mosaic_block import Block, QueryBlock, Static
 from ttcd_kernels.launch import LOG2E
 from ttcd_kernels.windows import Keys, Queries
 
@@ -44,158 +42,125 @@ type _Arrays = dict[str, Shaped[Array, "..."]]
 def dual_window_backward_q(static: Static, operands: _Arrays) -> Queries:
     """dq from q, k, v, tiles, ids and, for every band i, d_out<i>, lse<i> and delta<i>."""
     q = operands["q"]
-    B, T, N, H = q.shape
-    tile, dtype, layout = static.tile, q.dtype, mosaic_block.layout()
-    rows = COMPUTE_WARPGROUPS, tile.block_q // COMPUTE_WARPGROUPS
-    ring = tile.num_stages, tile.block_kv, H
-    scratch: dict[str, Any] = mosaic_block.ring(tile.num_stages, k=1, v=1) | {
-        "k_smem": plgpu.SMEM(ring, dtype, transforms=layout),
-        "v_smem": plgpu.SMEM(ring, dtype, transforms=layout),
-    }
-    for name in ("q", *(f"d_out{band}" for band in range(len(static.bands)))):
-        scratch[f"{name}_smem"] = plgpu.SMEM((*rows, H), dtype, transforms=layout)
-        scratch[f"{name}_ready"] = plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS)
-    if static.interpret:
-        scratch["staged_smem"] = plgpu.SMEM((*rows, tile.block_kv), dtype, transforms=layout)
-    results = {"dq": jax.ShapeDtypeStruct(q.shape, dtype)}
-    grid, name = (B, N, T // tile.block_q), "dual_window_backward_q"
-    return mosaic_block.launch_blocks(
-        _QueryGradient, static, operands, results, scratch, grid, name
-    )[0]
-
-
-class _QueryGradient(QueryBlock):
-    """A block of the kernel for dq."""
-
-    def compute(self) -> None:
-        rows = self.batch, self.rows, self.head
-        resident = "q", *(f"d_out{band}" for band in range(len(self.static.bands)))
-        for name in resident:
-            self.fetch(name, self.refs[name].at[rows])
-        for name in resident:
-            self.wait(f"{name}_ready", self.warpgroup)
-        dq, step = mosaic_block.zeros(self.num_rows, self.q.shape[-1]), jnp.int32(0)
-        for band in range(len(self.static.bands)):
-            lse, delta = (
-                mosaic_block.load_vector(
-                    self.refs[f"{name}{band}"].at[self.batch, self.head],
-                    self.first_row,
-                    self.shape,
-                    axis=0,
-                )
-                for name in ("lse", "delta")
-            )
-            step, dq = self.sweep(band, step, dq, functools.partial(self._add, band, lse, delta))
-        self.own("q_smem")[...] = (dq * self.static.scale).astype(self.q.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.own("q_smem"), self.refs["dq"].at[rows])
-        plgpu.wait_smem_to_gmem(0)
-
-    def _add(
-        self,
-        band: int,
-        lse: jax.Array,
-        delta: jax.Array,
-        dq: jax.Array,
-        step: jax.Array,
-        tile: jax.Array | None,
-    ) -> jax.Array:
-        """dq with one tile's part; the tile is masked if it is given."""
-        slot = self.slot(step)
-        k, v = (self.scratch[f"{name}_smem"].at[slot] for name in "kv")
-        self.wait("k_ready", slot)
-
-        def gradient(scores: Any, d_weights: Any) -> jax.Array:
-            plgpu.wgmma(scores, self.own("q_smem"), k.transpose((1, 0)))
-            self.wait("v_ready", slot)
-            plgpu.wgmma(d_weights, self.own(f"d_out{band}_smem"), v.transpose((1, 0)))
-            score = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-            weight = jnp.exp2(score * (self.static.scale * LOG2E) - by_row(lse, self.shape))
-            if tile is not None:
-                weight = jnp.where(self.sees(tile, band), weight, 0.0)
-            return weight * (d_weights[...] - by_row(delta, self.shape))
-
-        accumulator = plgpu.WGMMAAccumulatorRef(self.shape)
-        d_score = pl.run_scoped(gradient, accumulator, accumulator)
-        self.arrive("v_free", slot)
-        (dq,) = mosaic_block.add_products([(dq, d_score.astype(self.q.dtype), k)], self.staged)
-        self.arrive("k_free", slot)
-        return dq
+    results = {"dq": jax.ShapeDtypeStruct(q.shape, q.dtype)}
+    return _QueryGradient.launch("dual_window_backward_q", static, operands, results)[0]
 
 
 def dual_window_backward_kv(static: Static, operands: _Arrays) -> tuple[Keys, Keys]:
     """dk and dv from the operands of `dual_window_backward_q`."""
     k = operands["k"]
-    B, S, K, H = k.shape
-    tile, dtype, layout = static.tile, k.dtype, mosaic_block.layout()
-    rows = COMPUTE_WARPGROUPS, tile.block_kv // COMPUTE_WARPGROUPS
-    ring = tile.num_stages, tile.block_q
-    scratch: dict[str, Any] = mosaic_block.ring(tile.num_stages, q=2, d_out=2) | {
-        "q_smem": plgpu.SMEM((*ring, H), dtype, transforms=layout),
-        "d_out_smem": plgpu.SMEM((*ring, H), dtype, transforms=layout),
-        "lse_smem": plgpu.SMEM(ring, jnp.float32),
-        "delta_smem": plgpu.SMEM(ring, jnp.float32),
-    }
-    for name in "kv":
-        scratch[f"{name}_smem"] = plgpu.SMEM((*rows, H), dtype, transforms=layout)
-        scratch[f"{name}_ready"] = plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS)
-    if static.interpret:
-        scratch["staged_smem"] = plgpu.SMEM((*rows, tile.block_q), dtype, transforms=layout)
-    result = jax.ShapeDtypeStruct(k.shape, dtype)
-    results = {"dk": result, "dv": result}
-    grid, name = (B, K, S // tile.block_kv), "dual_window_backward_kv"
-    dk, dv = mosaic_block.launch_blocks(
-        _KeyGradients, static, operands, results, scratch, grid, name
-    )
+    result = jax.ShapeDtypeStruct(k.shape, k.dtype)
+    row = plgpu.SMEM((static.tile.num_stages, static.tile.block_m), jnp.float32)
+    buffers = {"lse_smem": row, "delta_smem": row}
+    name, results = "dual_window_backward_kv", {"dk": result, "dv": result}
+    dk, dv = _KeyGradients.launch(name, static, operands, results, **buffers)
     return dk, dv
 
 
-class _KeyGradients(Block):
+class _Gradient(Block):
+    """The common part of both."""
+
+    def weights(
+        self,
+        band: int,
+        slot: jax.Array,
+        tile: jax.Array | None,
+        own: tuple[str, str],
+        vector: Callable[[str], jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
+        """(P, dS) of this warpgroup's rows, by two buffers of its own, and a tile, by those of the
+        ring; the tile is masked if it is given. `vector` has lse or delta at every element."""
+        first, second = self.ring
+
+        def compute(scores: Any, d_weights: Any) -> tuple[jax.Array, jax.Array]:
+            self.wait(f"{first}_ready", slot)
+            plgpu.wgmma(scores, self.own(own[0]), self.tile(first, slot).transpose((1, 0)))
+            self.wait(f"{second}_ready", slot)
+            plgpu.wgmma(d_weights, self.own(own[1]), self.tile(second, slot).transpose((1, 0)))
+            score = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            weight = jnp.exp2(score * (self.static.scale * LOG2E) - vector("lse"))
+            if tile is not None:
+                weight = jnp.where(self.visible(tile, band), weight, 0.0)
+            d_score = weight * (d_weights[...] - vector("delta"))
+            return weight.astype(self.dtype), d_score.astype(self.dtype)
+
+        accumulator = plgpu.WGMMAAccumulatorRef(self.shape)
+        return pl.run_scoped(compute, accumulator, accumulator)
+
+    def write(self, **gradients: jax.Array) -> None:
+        """Writes the gradients of resident operands, through their buffers."""
+        for name, value in gradients.items():
+            self.own(f"{name}_smem")[...] = value.astype(self.dtype)
+        plgpu.commit_smem()
+        for name in gradients:
+            plgpu.copy_smem_to_gmem(self.own(f"{name}_smem"), self.refs[f"d{name}"].at[self.at])
+
+
+class _QueryGradient(_Gradient, QueryBlock):
+    """A block of the kernel for dq."""
+
+    def compute(self) -> None:
+        dq, step = self.zeros(self.head_dim), jnp.int32(0)
+        for band in range(len(self.static.bands)):
+            vectors = {}
+            for name in ("lse", "delta"):
+                source = self.refs[f"{name}{band}"].at[self.batch, self.head]
+                vectors[name] = self.load_vector(source, self.first_row, axis=0)
+            step, dq = self.sweep(band, step, dq, functools.partial(self._add, band, vectors))
+        self.write(q=dq * self.static.scale)
+
+    def _add(
+        self,
+        band: int,
+        vectors: dict[str, jax.Array],
+        dq: jax.Array,
+        step: jax.Array,
+        tile: jax.Array | None,
+    ) -> jax.Array:
+        """dq with one tile's part."""
+        slot, own = self.slot(step), ("q_smem", f"d_out{band}_smem")
+        vector = functools.partial(self.spread, axis=0)
+        _, d_score = self.weights(band, slot, tile, own, lambda name: vector(vectors[name]))
+        self.arrive("v_free", slot)
+        (dq,) = self.add_products((dq, d_score, self.tile("k", slot)))
+        self.arrive("k_free", slot)
+        return dq
+
+
+class _KeyGradients(_Gradient):
     """A block of the kernel for dk and dv."""
+
+    query_axis = 1
+    resident = ("k", "v")
+    ring: ClassVar[dict[str, int]] = {"q": 2, "d_out": 2}  # with lse, with delta
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.k = self.refs["k"]
-        self.group = self.refs["q"].shape[2] // self.k.shape[2]
         self.num_steps = self.per_sweep * self.group
-        self.num_rows = self.tile.block_kv // COMPUTE_WARPGROUPS
-        self.first_key = self.index * self.tile.block_kv + self.warpgroup * self.num_rows
-        self.shape = self.num_rows, self.tile.block_q
 
-    def copies(self, step: jax.Array) -> dict[str, Callable[[Any, jax.Array], None]]:
+    def copy(self, name: str, step: jax.Array, buffer: Any, ready: Any) -> None:
         # The query heads one after the other, in each the near band, then the far one.
         head = self.head * self.group + lax.div(step, self.per_sweep)
-        is_far, index = self.visited(lax.rem(step, self.per_sweep))
-        rows = pl.ds(index * self.tile.block_q, self.tile.block_q)
+        is_far, tile = self.visited(lax.rem(step, self.per_sweep))
+        rows = pl.ds(tile * self.shape[1], self.shape[1])
+        with_it = {"q": "lse", "d_out": "delta"}[name]
+        vector = self.tile(with_it, self.slot(step))
 
-        def copy(name: str, source: Any, ready: Any, slot: jax.Array) -> None:
-            part = source.at[self.batch, rows, head]
-            if name in ("lse", "delta"):
-                part = source.at[self.batch, head, rows]
-            plgpu.copy_gmem_to_smem(part, self.scratch[f"{name}_smem"].at[slot], ready)
+        def copy_band(band: int) -> None:
+            if name == "d_out":
+                source = self.refs[f"d_out{band}"].at[self.batch, rows, head]
+                plgpu.copy_gmem_to_smem(source, buffer, ready)
+            source = self.refs[f"{with_it}{band}"].at[self.batch, head, rows]
+            plgpu.copy_gmem_to_smem(source, vector, ready)
 
-        def copy_of_band(name: str, ready: Any, slot: jax.Array) -> None:
-            for band in range(len(self.static.bands)):
-                run = functools.partial(copy, name, self.refs[f"{name}{band}"], ready, slot)
-                pl.when(is_far if band else ~is_far)(run) if len(self.static.bands) > 1 else run()
-
-        def copy_queries(ready: Any, slot: jax.Array) -> None:
-            copy("q", self.refs["q"], ready, slot)
-            copy_of_band("lse", ready, slot)
-
-        def copy_cotangents(ready: Any, slot: jax.Array) -> None:
-            copy_of_band("d_out", ready, slot)
-            copy_of_band("delta", ready, slot)
-
-        return {"q": copy_queries, "d_out": copy_cotangents}
+        if name == "q":
+            plgpu.copy_gmem_to_smem(self.refs["q"].at[self.batch, rows, head], buffer, ready)
+        for band in range(len(self.static.bands)):
+            copy = functools.partial(copy_band, band)
+            pl.when(is_far if band else ~is_far)(copy) if len(self.static.bands) > 1 else copy()
 
     def compute(self) -> None:
-        rows = self.batch, pl.ds(self.first_key, self.num_rows), self.head
-        for name in "kv":
-            self.fetch(name, self.refs[name].at[rows])
-        for name in "kv":
-            self.wait(f"{name}_ready", self.warpgroup)
-        nothing = mosaic_block.zeros(self.num_rows, self.k.shape[-1])
+        nothing = self.zeros(self.head_dim)
 
         def add_head(member: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             step = member * self.per_sweep
@@ -204,12 +169,7 @@ class _KeyGradients(Block):
             return sums
 
         dk, dv = lax.fori_loop(0, self.group, add_head, (nothing, nothing))
-        self.own("k_smem")[...] = (dk * self.static.scale).astype(self.k.dtype)
-        self.own("v_smem")[...] = dv.astype(self.k.dtype)
-        plgpu.commit_smem()
-        for name in "kv":
-            plgpu.copy_smem_to_gmem(self.own(f"{name}_smem"), self.refs[f"d{name}"].at[rows])
-        plgpu.wait_smem_to_gmem(0)
+        self.write(k=dk * self.static.scale, v=dv)
 
     def _add(
         self,
@@ -218,33 +178,16 @@ class _KeyGradients(Block):
         step: jax.Array,
         tile: jax.Array | None,
     ) -> tuple[jax.Array, ...]:
-        """dk and dv with one tile's part; the tile is masked if it is given."""
+        """dk and dv with one tile's part."""
         slot = self.slot(step)
-        q, d_out = (self.scratch[f"{name}_smem"].at[slot] for name in ("q", "d_out"))
-        self.wait("q_ready", slot)
 
-        def column(name: str) -> jax.Array:
-            vector = self.scratch[f"{name}_smem"].at[slot]
-            vector = plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(0))
-            return by_column(vector, self.shape)
+        def vector(name: str) -> jax.Array:
+            layout = plgpu.Layout.WGMMA.reduce(0)
+            return self.spread(plgpu.load(self.tile(name, slot), layout=layout), axis=1)
 
-        def gradient(scores: Any, d_weights: Any) -> tuple[jax.Array, jax.Array]:
-            plgpu.wgmma(scores, self.own("k_smem"), q.transpose((1, 0)))
-            self.wait("d_out_ready", slot)
-            plgpu.wgmma(d_weights, self.own("v_smem"), d_out.transpose((1, 0)))
-            score = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-            weight = jnp.exp2(score * (self.static.scale * LOG2E) - column("lse"))
-            if tile is not None:
-                first = self.first_key, tile * self.tile.block_q + self.static.halo
-                visible = self.visible(self.shape, first, self.static.bands[band], query_axis=1)
-                weight = jnp.where(visible, weight, 0.0)
-            d_score = weight * (d_weights[...] - column("delta"))
-            return weight.astype(self.k.dtype), d_score.astype(self.k.dtype)
-
-        accumulator = plgpu.WGMMAAccumulatorRef(self.shape)
-        weight, d_score = pl.run_scoped(gradient, accumulator, accumulator)
-        dk, dv = sums
-        sums = mosaic_block.add_products([(dk, d_score, q), (dv, weight, d_out)], self.staged)
+        weight, d_score = self.weights(band, slot, tile, ("k_smem", "v_smem"), vector)
+        q, d_out = (self.tile(name, slot) for name in self.ring)
+        sums = self.add_products((sums[0], d_score, q), (sums[1], weight, d_out))
         self.arrive("q_free", slot)
         self.arrive("d_out_free", slot)
         return sums

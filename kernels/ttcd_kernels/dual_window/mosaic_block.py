@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ttcd_kernels.dual_window.tiles import Band
-from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS, MosaicTile
+from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS, Tile
 
 # Together at most the 512 that a multiprocessor has for one thread of each warpgroup: enough for 64
 # x 128 scores and a 64 x 128 accumulator, and little for copying.
@@ -32,7 +32,7 @@ class Static(NamedTuple):
     bands: tuple[Band, ...]  # near first
     halo: int  # keys before the first query
     scale: float
-    tile: MosaicTile
+    tile: Tile
     has_documents: bool
     interpret: Any = False
 
@@ -64,74 +64,84 @@ class Tiles(NamedTuple):
         return jnp.where(i < self.num_masked, self.masked(i), inner)
 
 
-def layout() -> tuple[Any, ...]:
-    """The layout that wgmma reads: groups of 8 rows of 64 numbers, their 128 bytes swizzled."""
-    transforms: Any = plgpu  # to pyright their classes are abstract
-    return transforms.TilingTransform((8, 64)), transforms.SwizzleTransform(128)
-
-
-def ring(num_stages: int, **num_copies: int) -> dict[str, Any]:
-    """The barriers of a ring with operands of these names, each of so many copies."""
-    free = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=num_stages)
-    barriers: dict[str, Any] = {}
-    for name, count in num_copies.items():
-        ready = plgpu.Barrier(num_arrivals=count, num_barriers=num_stages)
-        barriers |= {f"{name}_ready": ready, f"{name}_free": free}
-    return barriers
-
-
-def launch_blocks(
-    block: Callable[..., "Block"],
-    static: Static,
-    operands: dict[str, jax.Array],
-    results: dict[str, jax.ShapeDtypeStruct],
-    scratch: dict[str, Any],
-    grid: tuple[int, int, int],
-    name: str,
-) -> list[jax.Array]:
-    """`results` of one launch; a block runs `block(static, refs, scratch).run()`."""
-
-    def body(*refs: Any, **scratch_refs: Any) -> None:
-        block(static, dict(zip([*operands, *results], refs, strict=True)), scratch_refs).run()
-
-    return plgpu.kernel(
-        body,
-        out_type=list(results.values()),
-        scratch_types=scratch,
-        # The last axis varies fastest: neighbouring blocks share most of their reads.
-        grid=grid,
-        grid_names=("batch", "head", "tile"),
-        num_threads=COMPUTE_WARPGROUPS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name=name,
-        interpret=static.interpret,
-    )(*operands.values())
-
-
 class Block(abc.ABC):
-    """One block: its position in the grid, its tiles [B or 1, tiles, bands, 4], its buffers."""
+    """One block, for a tile of queries or keys of one head: its position in the grid, the tiles
+    that it visits [B or 1, tiles, bands, 4], its buffers."""
 
+    query_axis: ClassVar[int]  # of a product: 0 where the block's rows are queries, 1: keys
+    resident: ClassVar[tuple[str, ...]]  # operands of which a warpgroup keeps its rows
+    ring: ClassVar[dict[str, int]]  # operands of the ring, of so many copies for a tile
     lags: ClassVar[dict[str, int]] = {}  # steps that an operand of the ring is needed later
 
     def __init__(self, static: Static, refs: dict[str, Any], scratch: dict[str, Any]) -> None:
-        self.static, self.tile = static, static.tile
-        self.refs, self.scratch = refs, scratch
+        self.static, self.refs, self.scratch = static, refs, scratch
         self.batch, self.head = lax.axis_index("batch"), lax.axis_index("head")
         self.index = lax.axis_index("tile")
         self.warpgroup = lax.axis_index("warpgroup")
+        q, k = refs["q"], refs["k"]
+        self.group, self.head_dim, self.dtype = q.shape[2] // k.shape[2], q.shape[3], q.dtype
+        rows, columns = self.sizes(static.tile)
+        self.shape = rows // COMPUTE_WARPGROUPS, columns  # of a product
+        self.first_row = self.index * rows + self.warpgroup * self.shape[0]
+        self.rows = pl.ds(self.first_row, self.shape[0])
+        self.at = self.batch, self.rows, self.head
         counts = (tiles.stop - tiles.start for tiles in self.bands())
-        self.per_sweep = sum(counts, jnp.int32(0))
-        self.num_steps = self.per_sweep
+        self.per_sweep = self.num_steps = sum(counts, jnp.int32(0))
+
+    @classmethod
+    def sizes(cls, tile: Tile) -> tuple[int, int]:
+        """Rows of the block and of a tile of the ring."""
+        return tile[cls.query_axis], tile[1 - cls.query_axis]
+
+    @classmethod
+    def launch(
+        cls,
+        name: str,
+        static: Static,
+        operands: dict[str, jax.Array],
+        results: dict[str, Any],
+        **buffers: Any,
+    ) -> list[jax.Array]:
+        """`results` of one launch with these buffers besides those of the class; a block for every
+        tile of q or k, whole ones, and head."""
+        x, stages = operands["qk"[cls.query_axis]], static.tile.num_stages
+        B, length, heads, H = x.shape
+        rows, columns = cls.sizes(static.tile)
+        own = COMPUTE_WARPGROUPS, rows // COMPUTE_WARPGROUPS
+        free = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages)
+        for operand, copies in cls.ring.items():
+            ready = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+            buffers |= {f"{operand}_ready": ready, f"{operand}_free": free}
+            buffers[f"{operand}_smem"] = matrices(x.dtype, stages, columns, H)
+        for operand in filter(operands.__contains__, cls.resident):
+            buffers[f"{operand}_smem"] = matrices(x.dtype, *own, H)
+            buffers[f"{operand}_ready"] = plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS)
+        if static.interpret:
+            buffers["staged_smem"] = matrices(x.dtype, *own, columns)
+
+        def body(*refs: Any, **scratch: Any) -> None:
+            cls(static, dict(zip([*operands, *results], refs, strict=True)), scratch).run()
+
+        return plgpu.kernel(
+            body,
+            out_type=list(results.values()),
+            scratch_types=buffers,
+            # The last axis varies fastest: neighbouring blocks share most of their reads.
+            grid=(B, heads, length // rows),
+            grid_names=("batch", "head", "tile"),
+            num_threads=COMPUTE_WARPGROUPS + 1,
+            thread_name="warpgroup",
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            kernel_name=name,
+            interpret=static.interpret,
+        )(*operands.values())
 
     def bands(self) -> list[Tiles]:
         """The tiles of each band, read where they are needed: registers are scarce."""
         row = self.batch if self.static.has_documents else 0
         bounds = self.refs["tiles"].at[row, self.index]
-        return [
-            Tiles(*(bounds[band, end] for end in range(4)))
-            for band in range(len(self.static.bands))
-        ]
+        numbers = range(len(self.static.bands))
+        return [Tiles(*(bounds[band, end] for end in range(4))) for band in numbers]
 
     def run(self) -> None:
         pl.when(self.warpgroup < COMPUTE_WARPGROUPS)(self._compute)
@@ -139,15 +149,22 @@ class Block(abc.ABC):
 
     def _compute(self) -> None:
         plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+        resident = [name for name in self.resident if name in self.refs]
+        for name in resident:
+            ready = self.own(f"{name}_ready")
+            plgpu.copy_gmem_to_smem(self.refs[name].at[self.at], self.own(f"{name}_smem"), ready)
+        for name in resident:
+            self.wait(f"{name}_ready", self.warpgroup)
         self.compute()
+        plgpu.wait_smem_to_gmem(0)
 
     @abc.abstractmethod
     def compute(self) -> None:
         """The work of a compute warpgroup."""
 
     @abc.abstractmethod
-    def copies(self, step: jax.Array) -> dict[str, Callable[[Any, jax.Array], None]]:
-        """For each operand of the ring a function of (ready, slot) that starts its copies."""
+    def copy(self, name: str, step: jax.Array, buffer: Any, ready: Any) -> None:
+        """Starts the copies of an operand of the ring."""
 
     def visited(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(is in the far band, tile) of the visit `index` of a sweep through the bands."""
@@ -174,31 +191,33 @@ class Block(abc.ABC):
         return run(tiles.num_inner, lambda i: None)
 
     def slot(self, step: jax.Array) -> jax.Array:
-        return lax.rem(step, jnp.int32(self.tile.num_stages))
+        return lax.rem(step, jnp.int32(self.static.tile.num_stages))
 
     def _load(self) -> None:
         """The memory warpgroup."""
         plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
-        names, stages = self.copies(jnp.int32(0)), self.tile.num_stages
+        stages = self.static.tile.num_stages
 
         def load(name: str, step: jax.Array) -> None:
             slot = self.slot(step)
             pl.when(step >= stages)(lambda: self.wait(f"{name}_free", slot))
-            self.copies(step)[name](self.scratch[f"{name}_ready"].at[slot], slot)
+            self.copy(
+                name, step, *(self.scratch[f"{name}_{x}"].at[slot] for x in ("smem", "ready"))
+            )
 
         def load_all(step: jax.Array) -> None:
-            for name in names:
+            for name in self.ring:
                 at = step - self.lags.get(name, 0)
                 is_step = (at >= 0) & (at < self.num_steps)
                 pl.when(is_step)(functools.partial(load, name, at))
 
         def drain(step: jax.Array) -> None:
-            for name in names:
+            for name in self.ring:
                 self.wait(f"{name}_free", self.slot(step))
 
-        loop(0, self.num_steps + max(self.lags.values(), default=0), load_all)
+        _loop(0, self.num_steps + max(self.lags.values(), default=0), load_all)
         # So that every arrival is awaited.
-        loop(jnp.maximum(self.num_steps - stages, 0), self.num_steps, drain)
+        _loop(jnp.maximum(self.num_steps - stages, 0), self.num_steps, drain)
 
     def wait(self, name: str, index: Any) -> None:
         plgpu.barrier_wait(self.scratch[name].at[index])
@@ -206,116 +225,92 @@ class Block(abc.ABC):
     def arrive(self, name: str, index: Any) -> None:
         plgpu.barrier_arrive(self.scratch[name].at[index])
 
-    @property
-    def staged(self) -> Any:
-        """The buffer that `add_products` needs in JAX's simulator."""
-        return self.own("staged_smem") if self.static.interpret else None
+    def tile(self, name: str, slot: jax.Array) -> Any:
+        return self.scratch[f"{name}_smem"].at[slot]
 
     def own(self, name: str) -> Any:
         """This warpgroup's part of a buffer [warpgroups, ...]."""
         return self.scratch[name].at[self.warpgroup]
 
-    def fetch(self, name: str, source: Any) -> None:
-        """Starts a copy into this warpgroup's part of `<name>_smem`."""
-        plgpu.copy_gmem_to_smem(source, self.own(f"{name}_smem"), self.own(f"{name}_ready"))
-
-    def visible(
-        self,
-        shape: tuple[int, int],
-        first: tuple[jax.Array, jax.Array],
-        band: Band,
-        query_axis: int,
-    ) -> jax.Array:
-        """Which pairs of a tile of this shape are visible. Its rows and columns are the positions
-        from `first` on; those along `query_axis` are the queries."""
-        wgmma = plgpu.Layout.WGMMA
+    def visible(self, tile: jax.Array, band: int) -> jax.Array:
+        """Which pairs of this warpgroup's rows and a tile of the ring are visible."""
+        first = [self.first_row, tile * self.shape[1]]
+        first[self.query_axis] += self.static.halo
         rows, columns = (
-            plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=wgmma) for axis in (0, 1)
+            plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=plgpu.Layout.WGMMA)
+            for axis in (0, 1)
         )
         distance = rows - columns + (first[0] - first[1])
-        distance = -distance if query_axis else distance
-        visible = (distance >= band[0]) & (distance < band[1])
+        distance = -distance if self.query_axis else distance
+        nearest, reach = self.static.bands[band]
+        visible = (distance >= nearest) & (distance < reach)
         if self.static.has_documents:
             ids = self.refs["ids"].at[self.batch]
-            of_rows, of_columns = (load_vector(ids, first[axis], shape, axis) for axis in (0, 1))
-            visible = visible & (by_row(of_rows, shape) == by_column(of_columns, shape))
+            of_rows, of_columns = (self.load_vector(ids, first[axis], axis) for axis in (0, 1))
+            visible = visible & (self.spread(of_rows, 0) == self.spread(of_columns, 1))
         return visible
+
+    def load_vector(self, source: Any, start: jax.Array, axis: int) -> jax.Array:
+        """Elements from `start` on of a vector in device memory, as the rows (axis 0) or columns
+        (1) of a product are distributed."""
+        part = source.at[pl.ds(start, self.shape[axis])]
+        return plgpu.load(part, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+
+    def spread(self, x: jax.Array, axis: int) -> jax.Array:
+        """A number for each row (axis 0) or column (1), at all elements of a product."""
+        return lax.broadcast_in_dim(x, self.shape, [axis])
+
+    def zeros(self, columns: int) -> jax.Array:
+        """An accumulator of this warpgroup's rows."""
+        acc = jnp.zeros((self.shape[0], columns), jnp.float32)
+        return plgpu.layout_cast(acc, plgpu.Layout.WGMMA)
+
+    def add_products(self, *terms: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
+        """acc + weight operand of each term (acc, weight, operand). JAX's simulator neither carries
+        an accumulator nor multiplies from registers: there weights go through a buffer."""
+        if not self.static.interpret:
+
+            def products(accs: Sequence[Any]) -> None:
+                for acc, (_, weight, operand) in zip(accs, terms, strict=True):
+                    plgpu.wgmma(acc, weight, operand)
+
+            accs = tuple(plgpu.WGMMAAccumulatorRef.init(acc) for acc, _, _ in terms)
+            return cast(tuple[jax.Array, ...], pl.run_state(products)(accs))
+        staged = self.own("staged_smem")
+
+        def added(acc: jax.Array, weight: jax.Array, operand: Any) -> jax.Array:
+            staged[...] = weight
+            plgpu.commit_smem()
+
+            def product(fresh: Any) -> jax.Array:
+                plgpu.wgmma(fresh, staged, operand)
+                return acc + fresh[...]
+
+            return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((acc.shape[0], acc.shape[1])))
+
+        return tuple(added(*term) for term in terms)
 
 
 class QueryBlock(Block):
     """A block for one query tile of one head, with key tiles in the ring."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.q, self.k = self.refs["q"], self.refs["k"]
-        self.kv_head = lax.div(self.head, jnp.int32(self.q.shape[2] // self.k.shape[2]))
-        self.num_rows = self.tile.block_q // COMPUTE_WARPGROUPS
-        self.first_row = self.index * self.tile.block_q + self.warpgroup * self.num_rows
-        self.rows = pl.ds(self.first_row, self.num_rows)
-        self.shape = self.num_rows, self.tile.block_kv
+    query_axis = 0
+    resident = ("q", "d_out0", "d_out1")  # those that there are
+    ring: ClassVar[dict[str, int]] = {"k": 1, "v": 1}
 
-    def copies(self, step: jax.Array) -> dict[str, Callable[[Any, jax.Array], None]]:
-        _, index = self.visited(step)
-        rows = pl.ds(index * self.tile.block_kv, self.tile.block_kv)
-
-        def copy(name: str) -> Callable[[Any, jax.Array], None]:
-            source = self.refs[name].at[self.batch, rows, self.kv_head]
-            buffer = self.scratch[f"{name}_smem"]
-            return lambda ready, slot: plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready)
-
-        return {"k": copy("k"), "v": copy("v")}
-
-    def sees(self, tile: jax.Array, band: int) -> jax.Array:
-        """[queries of this warpgroup, keys of the tile]."""
-        first = self.first_row + self.static.halo, tile * self.tile.block_kv
-        return self.visible(self.shape, first, self.static.bands[band], query_axis=0)
+    def copy(self, name: str, step: jax.Array, buffer: Any, ready: Any) -> None:
+        _, tile = self.visited(step)
+        rows = pl.ds(tile * self.shape[1], self.shape[1])
+        head = lax.div(self.head, jnp.int32(self.group))
+        plgpu.copy_gmem_to_smem(self.refs[name].at[self.batch, rows, head], buffer, ready)
 
 
-def load_vector(source: Any, start: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
-    """Elements from `start` on of a vector in device memory, as the rows (axis 0) or columns (1) of
-    a product of this shape are distributed."""
-    part = source.at[pl.ds(start, shape[axis])]
-    return plgpu.load(part, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+def matrices(dtype: Any, *shape: int) -> Any:
+    """A buffer as wgmma reads it: groups of 8 rows of 64 numbers, their 128 bytes swizzled."""
+    transforms: Any = plgpu  # to pyright their classes are abstract
+    layout = transforms.TilingTransform((8, 64)), transforms.SwizzleTransform(128)
+    return plgpu.SMEM(shape, dtype, transforms=layout)
 
 
-def zeros(rows: int, columns: int) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
-
-
-def add_products(
-    terms: Sequence[tuple[jax.Array, jax.Array, Any]], staged: Any
-) -> tuple[jax.Array, ...]:
-    """acc + weight operand of each term (acc, weight, operand). JAX's simulator neither carries an
-    accumulator nor multiplies from registers: there `staged` is a buffer for weights, else None."""
-    if staged is None:
-
-        def products(accs: Sequence[Any]) -> None:
-            for acc, (_, weight, operand) in zip(accs, terms, strict=True):
-                plgpu.wgmma(acc, weight, operand)
-
-        accs = tuple(plgpu.WGMMAAccumulatorRef.init(acc) for acc, _, _ in terms)
-        return cast(tuple[jax.Array, ...], pl.run_state(products)(accs))
-
-    def added(acc: jax.Array, weight: jax.Array, operand: Any) -> jax.Array:
-        staged[...] = weight
-        plgpu.commit_smem()
-
-        def product(fresh: Any) -> jax.Array:
-            plgpu.wgmma(fresh, staged, operand)
-            return acc + fresh[...]
-
-        return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((acc.shape[0], acc.shape[1])))
-
-    return tuple(added(*term) for term in terms)
-
-
-def loop(start: Any, stop: jax.Array, body: Callable[[jax.Array], None]) -> None:
+def _loop(start: Any, stop: jax.Array, body: Callable[[jax.Array], None]) -> None:
     lax.fori_loop(start, stop, lambda i, _: body(i), None)
-
-
-def by_row(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    return lax.broadcast_in_dim(x, tuple(shape), [0])
-
-
-def by_column(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    return lax.broadcast_in_dim(x, tuple(shape), [1])

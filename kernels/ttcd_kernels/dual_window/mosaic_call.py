@@ -12,7 +12,7 @@ from jaxtyping import Array, Shaped
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import tiles
 from ttcd_kernels.dual_window.cotangents import QKV, by_kernels
-from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTuning
+from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, Tuning
 from ttcd_kernels.launch import Operand
 from ttcd_kernels.windows import Ids, Keys, Queries, Results, Windows
 
@@ -86,7 +86,7 @@ def _prepared(
     kernel: str,
     windows: Windows,
     arrays: Sequence[Any],
-    tuning: MosaicTuning | None = None,
+    tuning: Tuning | None = None,
     interpret: Any = False,
 ) -> tuple[Any, dict[str, jax.Array]]:
     """The static options of a launch of a kernel (a field of `Tuning`), and its operands by name.
@@ -97,7 +97,7 @@ def _prepared(
     q, k, v, segment_ids, *cotangents = arrays
     T, S = q.shape[1], k.shape[1]
     tile = getattr(tuning or MOSAIC_TILES[q.shape[-1]], kernel)
-    block_q, block_kv, _ = tile
+    block_q, block_kv, *_ = tile
     bands = [band for band in tiles.bands(windows.within(S)) if band[0] < band[1]]
     static = Static(tuple(bands), S - T, windows.scale, tile, segment_ids is not None, interpret)
     tiles_of = tiles.query_tiles if kernel == "backward_kv" else tiles.key_tiles

@@ -14,7 +14,7 @@ its softmax, the other multiplies. They meet twice per tile,
     scores and the product before started - meet - softmax - meet - next tile
 
 Arrays: q and outputs [B, T, N, H], k and v [B, S, K, H], lse [B, N, T] float32; T is a multiple of
-`block_q`, S of `block_kv`. Query row t has position t + `halo`. Of `tiles` see `tiles.key_tiles`;
+`block_m`, S of `block_n`. Query row t has position t + `halo`. Of `tiles` see `tiles.key_tiles`;
 ids [B, at least the largest position of a tile].
 """
 
@@ -28,76 +28,59 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ttcd_kernels.dual_window import mosaic_block
-from ttcd_kernels.dual_window.mosaic_block import QueryBlock, Static, by_row
+from ttcd_kernels.dual_window.mosaic_block import QueryBlock, Static, matrices
 from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS
 from ttcd_kernels.launch import LOG2E
 
-KERNEL_NAME = "dual_window_forward"  # Mosaic adds _mosaic_gpu
 _LN2 = 0.6931471805599453
 
 # peak [rows] in base 2 and after scaling, total [rows], acc [rows, H], float32, without the product
-# of the last tile; its weights [rows, block_kv] as operands.
+# of the last tile; its weights [rows, block_n] as operands.
 type _State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def dual_window_forward(static: Static, operands: dict[str, jax.Array]) -> list[jax.Array]:
     """out and lse after each band, nearest first, from q, k, v, tiles and ids. The scale is above
     0."""
-    q, k = operands["q"], operands["k"]
+    q = operands["q"]
     B, T, N, H = q.shape
-    tile, dtype, layout = static.tile, q.dtype, mosaic_block.layout()
-    assert T % tile.block_q == 0
-    assert k.shape[1] % tile.block_kv == 0
-    rows = COMPUTE_WARPGROUPS, tile.block_q // COMPUTE_WARPGROUPS
-    ring = tile.num_stages, tile.block_kv, H
-    scratch: dict[str, Any] = mosaic_block.ring(tile.num_stages, k=1, v=1) | {
-        "q_smem": plgpu.SMEM((*rows, H), dtype, transforms=layout),
-        "k_smem": plgpu.SMEM(ring, dtype, transforms=layout),
-        "v_smem": plgpu.SMEM(ring, dtype, transforms=layout),
-        "out_smem": plgpu.SMEM((*rows, H), dtype, transforms=layout),
-        "lse_smem": plgpu.SMEM(rows, jnp.float32),
-        "q_ready": plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS),
-        "turn": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
-    }
-    if static.interpret:
-        scratch["staged_smem"] = plgpu.SMEM((*rows, tile.block_kv), dtype, transforms=layout)
-    results: dict[str, jax.ShapeDtypeStruct] = {}
+    own = COMPUTE_WARPGROUPS, static.tile.block_m // COMPUTE_WARPGROUPS
+    results: dict[str, Any] = {}
     for band in range(len(static.bands)):
-        results[f"out {band}"] = jax.ShapeDtypeStruct(q.shape, dtype)
-        results[f"lse {band}"] = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
-    grid = B, N, T // tile.block_q
-    return mosaic_block.launch_blocks(_Block, static, operands, results, scratch, grid, KERNEL_NAME)
+        results[f"out{band}"] = jax.ShapeDtypeStruct(q.shape, q.dtype)
+        results[f"lse{band}"] = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+    return _Forward.launch(
+        "dual_window_forward",
+        static,
+        operands,
+        results,
+        out_smem=matrices(q.dtype, *own, H),
+        lse_smem=plgpu.SMEM(own, jnp.float32),
+        turn=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
+    )
 
 
-class _Block(QueryBlock):
+class _Forward(QueryBlock):
     """A block of the forward."""
 
     lags: ClassVar[dict[str, int]] = {"v": 1}
 
     def compute(self) -> None:
-        self.fetch("q", self.q.at[self.batch, self.rows, self.head])
-        self.wait("q_ready", self.warpgroup)
-        state: _State = (
-            self._full(-jnp.inf),
-            self._full(0.0),
-            mosaic_block.zeros(self.num_rows, self.q.shape[-1]),
-            mosaic_block.zeros(*self.shape).astype(self.q.dtype),
-        )
+        before = self.zeros(self.shape[1]).astype(self.dtype)
+        state = self._full(-jnp.inf), self._full(0.0), self.zeros(self.head_dim), before
         self.wait("k_ready", 0)
         self.wait("v_ready", 0)  # the first tile has none before it: 0 v
         pl.when(self.warpgroup == 1)(self._meet)
         step = jnp.int32(0)
         for band in range(len(self.static.bands)):
             step, state = self.sweep(band, step, state, functools.partial(self._attend, band))
-            self._write(state, step - 1, self.refs[f"out {band}"], self.refs[f"lse {band}"])
+            self._write(state, step - 1, self.refs[f"out{band}"], self.refs[f"lse{band}"])
         self.arrive("v_free", self.slot(step - 1))
         pl.when(self.warpgroup == 0)(self._meet)
-        plgpu.wait_smem_to_gmem(0)
 
     def _full(self, value: float) -> jax.Array:
         """[rows]."""
-        row = jnp.full((self.num_rows,), value, jnp.float32)
+        row = jnp.full((self.shape[0],), value, jnp.float32)
         return plgpu.layout_cast(row, plgpu.Layout.WGMMA.reduce(1))
 
     def _meet(self) -> None:
@@ -112,7 +95,7 @@ class _Block(QueryBlock):
         def softmax(score: jax.Array) -> tuple[jax.Array, ...]:
             self.arrive("k_free", slot)
             if tile is not None:
-                score = jnp.where(self.sees(tile, band), score, -jnp.inf)
+                score = jnp.where(self.visible(tile, band), score, -jnp.inf)
             # Scaled inside the exponential, where it is one fused multiply and add.
             new_peak = jnp.maximum(peak, score.max(axis=1) * scale)
             shift = new_peak
@@ -120,21 +103,21 @@ class _Block(QueryBlock):
                 # A row that has seen no key yet has weights of 0, not 2^(inf - inf).
                 shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
             shrink = jnp.exp2(peak - shift)
-            weight = jnp.exp2(score * scale - by_row(shift, score.shape))
+            weight = jnp.exp2(score * scale - self.spread(shift, 0))
             results = new_peak, total * shrink + weight.sum(axis=1), shrink, weight
             # Here because these are branches: the assembler would put the exponentials behind the
             # wait for the product that they are to overlap.
             results = lax.optimization_barrier(results)
-            self._when(step > 0, self.wait, "v_ready", slot)
-            self._when(step + 1 < self.num_steps, self.wait, "k_ready", self.slot(step + 1))
+            pl.when(step > 0)(lambda: self.wait("v_ready", slot))
+            pl.when(step + 1 < self.num_steps)(lambda: self.wait("k_ready", self.slot(step + 1)))
             return results
 
         acc, new_peak, total, shrink, weight = self._products(acc, before, step, softmax)
-        self._when(step > 0, self.arrive, "v_free", self.slot(step - 1))
+        pl.when(step > 0)(lambda: self.arrive("v_free", self.slot(step - 1)))
         # Not rounded while the product reads the weights before, which have the same registers.
         acc, weight = lax.optimization_barrier((acc, weight))
-        acc = acc * by_row(shrink, acc.shape)
-        state = new_peak, total, acc, weight.astype(self.q.dtype)
+        acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
+        state = new_peak, total, acc, weight.astype(self.dtype)
         # The softmax ends here, before the other warpgroup is let in.
         state = lax.optimization_barrier(state)
         self._meet()
@@ -149,8 +132,8 @@ class _Block(QueryBlock):
     ) -> tuple[jax.Array, ...]:
         """acc with the product of the tile before, and `softmax(q k^T)`, run meanwhile. Once both
         products have started, the other warpgroup takes its turn."""
-        keys = self.scratch["k_smem"].at[self.slot(step)].transpose((1, 0))
-        values = self.scratch["v_smem"].at[self.slot(jnp.maximum(step - 1, 0))]
+        keys = self.tile("k", self.slot(step)).transpose((1, 0))
+        values = self.tile("v", self.slot(jnp.maximum(step - 1, 0)))
 
         def start(scores: Any) -> None:
             plgpu.wgmma(scores, self.own("q_smem"), keys)
@@ -174,25 +157,22 @@ class _Block(QueryBlock):
             return scores[...]
 
         if self.static.interpret:
-            (acc,) = mosaic_block.add_products([(acc, before, values)], self.staged)
+            (acc,) = self.add_products((acc, before, values))
             score = pl.run_scoped(alone, plgpu.WGMMAAccumulatorRef(self.shape))
             return acc, *softmax(score)
-        row, tile = self._full(0.0), mosaic_block.zeros(*self.shape)
+        row, tile = self._full(0.0), self.zeros(self.shape[1])
         refs = plgpu.WGMMAAccumulatorRef.init(acc), row, row, row, tile
         return cast(tuple[jax.Array, ...], pl.run_state(results_of)(refs))
-
-    def _when(self, is_so: jax.Array, run: Callable[..., None], *arguments: Any) -> None:
-        pl.when(is_so)(functools.partial(run, *arguments))
 
     def _write(self, state: _State, last_step: jax.Array, out: Any, lse: Any) -> None:
         """Writes the state as out and lse, through shared memory."""
         peak, total, acc, before = state
-        values = self.scratch["v_smem"].at[self.slot(last_step)]
-        (acc,) = mosaic_block.add_products([(acc, before, values)], self.staged)
+        values = self.tile("v", self.slot(last_step))
+        (acc,) = self.add_products((acc, before, values))
         out_smem, lse_smem = self.own("out_smem"), self.own("lse_smem")
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the student's copy may still read it
-        out_smem[...] = (acc * by_row(1.0 / total, acc.shape)).astype(out.dtype)
+        out_smem[...] = (acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [0])).astype(out.dtype)
         lse_smem[...] = peak * _LN2 + jnp.log(total)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem, out.at[self.batch, self.rows, self.head])
+        plgpu.copy_smem_to_gmem(out_smem, out.at[self.at])
         plgpu.copy_smem_to_gmem(lse_smem, lse.at[self.batch, self.head, self.rows])

@@ -1,7 +1,6 @@
 """Dual-window attention by the Triton kernels: launches and support."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,66 +37,57 @@ def dual_window(
     return by_kernels(forward, functools.partial(_launch_backward, *static), q, k, v, segment_ids)
 
 
-def _launch_forward(windows: Windows, tuning: Tuning, q: Queries, *rest: Any) -> Results:
+def _launch_forward(windows: Windows, tuning: Tuning, *operands: Any) -> Results:
     """Of q, k, v and ids."""
-    from ttcd_kernels.dual_window.triton_kernels import dual_window_forward
-
-    B, T, N, _ = q.shape
-    out, lse = _like(q), jax.ShapeDtypeStruct((B, N, T), jnp.float32)
-    # The kernel's scale is above 0.
-    scale = abs(windows.scale) or 1.0
-    if windows.scale <= 0:
-        q = q * jnp.asarray(np.sign(windows.scale), q.dtype)
-    by_query = dual_window_forward, windows, tuning.forward, tiles.key_tiles
-    teacher, student, teacher_lse, student_lse = _launch(
-        *by_query, (q, *rest), (), scale * launch.LOG2E, [out, out, lse, lse]
-    )
+    results = launch_kernel("forward", windows, tuning.forward, *operands)
+    teacher, student, teacher_lse, student_lse = results
     return teacher, student, teacher_lse.swapaxes(1, 2), student_lse.swapaxes(1, 2)
 
 
 def _launch_backward(windows: Windows, tuning: Tuning, *arrays: Any) -> QKV:
     """dq, dk, dv from the arrays of `cotangents.backward_operands`."""
-    from ttcd_kernels.dual_window import triton_kernels as kernels
-
-    q, k, v, ids, near_out, near_delta, near_lse, far_out, far_delta, far_lse = arrays
+    *operands, near_out, near_delta, near_lse, far_out, far_delta, far_lse = arrays
     out, lse, delta = map(
         jnp.stack, ([near_out, far_out], [near_lse, far_lse], [near_delta, far_delta])
     )
-    rows = lse.swapaxes(2, 3) * launch.LOG2E, delta.swapaxes(2, 3)  # [2, B, N, T]
-    rest = (q, k, v, ids), (out, *rows, len(q)), windows.scale
-    by_query = kernels.dual_window_backward_q, windows, tuning.backward_q, tiles.key_tiles
-    by_key = kernels.dual_window_backward_kv, windows, tuning.backward_kv, tiles.query_tiles
-    (dq,) = _launch(*by_query, *rest, [_like(q)])
-    dk, dv = _launch(*by_key, *rest, [_like(k), _like(k)])
+    operands += out, lse.swapaxes(2, 3) * launch.LOG2E, delta.swapaxes(2, 3)
+    (dq,) = launch_kernel("backward_q", windows, tuning.backward_q, *operands)
+    dk, dv = launch_kernel("backward_kv", windows, tuning.backward_kv, *operands)
     return dq, dk, dv
 
 
-def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _launch(
-    kernel: Any,
+def launch_kernel(
+    name: str,
     windows: Windows,
     tile: Tile,
-    tiles_of: Callable[..., jax.Array],
-    operands: tuple[Any, ...],
-    cotangents: tuple[Any, ...],
-    scale: float,
-    results: list[jax.ShapeDtypeStruct],
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    segment_ids: Ids | None,
+    *cotangents: jax.Array,
 ) -> list[jax.Array]:
-    """A program per tile, of those for which `tiles_of` lists what they visit, and head of the
-    results; operands are q, k, v and ids."""
-    q, k, v, segment_ids = operands
-    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    """The results of one kernel (a field of `Tuning`), log-sum-exps as [B, N, T], for windows no
+    longer than the keys. Cotangents, for the gradients: of both bands, near first, dO [2, B, T, N,
+    H], the log-sum-exp in base 2 and D [2, B, N, T]."""
+    from ttcd_kernels.dual_window import triton_kernels
+
+    (B, T, N, H), (S, K), scale = q.shape, k.shape[1:3], windows.scale
     rows = None if segment_ids is None else tiles.documents(segment_ids)
+    tiles_of = tiles.query_tiles if name == "backward_kv" else tiles.key_tiles
     visited = tiles_of(tiles.bands(windows), T, S, tile.block_m, tile.block_n, rows)
+    like_q, like_k = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k))
+    results = {"backward_q": [like_q], "backward_kv": [like_k, like_k]}.get(name)
+    if results is None:
+        results = [like_q] * 2 + [jax.ShapeDtypeStruct((B, N, T), jnp.float32)] * 2
+        if scale <= 0:  # the kernel's is above 0
+            q = q * jnp.asarray(np.sign(scale), q.dtype)
+        scale = (abs(scale) or 1.0) * launch.LOG2E
     return launch.launch(
-        kernel,
+        getattr(triton_kernels, f"dual_window_{name}"),
         *(q, k, v),
         q if rows is None else rows.ids,  # without documents a pointer that is never read
         visited,
-        *cotangents,
+        *((*cotangents, B) if cotangents else ()),
         *(T, S, N, K, windows.teacher, windows.student),
         np.float32(scale),
         out_shape=results,

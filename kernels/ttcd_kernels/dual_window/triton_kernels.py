@@ -46,11 +46,6 @@ def _bounds(tiles_ptr, band, HAS_SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def _is_visible(distance, min_distance, max_distance):
-    return (distance >= min_distance) & (distance < max_distance)
-
-
-@triton.jit
 def _query_rows(tile, head, batch, T, N, H: tl.constexpr, BLOCK_M: tl.constexpr):
     """A tile's query rows, and the offsets of their elements [BLOCK_M, columns] in [B, T, N, H]."""
     row = tl.arange(0, BLOCK_M)
@@ -81,60 +76,17 @@ def _load_ids(base, index, S, HAS_SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def _attend(
-    state,
-    q,
-    k_base,
-    v_base,
-    ids_base,
-    position,
-    ids_q,
-    tiles,
-    min_distance,
-    max_distance,
-    S,
-    stride,
-    scale_log2,
-    H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_SEGMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The softmax state (m, l, acc) carried through a band's tiles, the nearest first; l is in
-    parts [BLOCK_M, R], part r the sum over keys r, r + R, ..."""
-    peak, total, acc = state
-    num_parts: tl.constexpr = total.shape[1]
-    for part in tl.static_range(3):  # the near edge, the inner tiles, the far edge
-        part_start, part_stop = tiles[2 - part], tiles[3 - part]
-        for step in range(0, part_stop - part_start):
-            start = (part_stop - 1 - step) * BLOCK_N
-            k = _load_rows(k_base, start, stride, S, BLOCK_N, H, part != 1)
-            score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            if part != 1:
-                key = start + tl.arange(0, BLOCK_N)
-                ids_k = _load_ids(ids_base, key, S, HAS_SEGMENTS)
-                visible = (
-                    _is_visible(position[:, None] - key[None, :], min_distance, max_distance)
-                    & (key < S)[None, :]
-                )
-                if HAS_SEGMENTS:
-                    visible = visible & (ids_q[:, None] == ids_k[None, :])
-                score = tl.where(visible, score, float("-inf"))
-            # The largest score is found before scaling, which is part of the exponent's one
-            # multiplication and addition.
-            new_peak = tl.maximum(peak, tl.max(score, 1) * scale_log2)
-            shift = new_peak
-            if part != 1:
-                # A row that has seen no key yet has weights of 0, not 2^(inf - inf).
-                shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weight = tl.exp2(score * scale_log2 - shift[:, None])
-            shrink = tl.exp2(peak - shift)
-            v = _load_rows(v_base, start, stride, S, BLOCK_N, H, part != 1)
-            parts = tl.reshape(weight, weight.shape[0], BLOCK_N // num_parts, num_parts)
-            total = total * shrink[:, None] + tl.sum(parts, 1)
-            acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-            peak = new_peak
-    return peak, total, acc
+def _masked(x, other, queries, start, reach, ids_base, S, HAS_SEGMENTS: tl.constexpr):
+    """x [queries, keys from `start` on] where visible; queries are (position, id), `reach` is (min,
+    max) distance."""
+    position, ids_q = queries
+    key = start + tl.arange(0, x.shape[1])
+    ids_k = _load_ids(ids_base, key, S, HAS_SEGMENTS)
+    distance = position[:, None] - key[None, :]
+    visible = (distance >= reach[0]) & (distance < reach[1]) & (key < S)[None, :]
+    if HAS_SEGMENTS:
+        visible = visible & (ids_q[:, None] == ids_k[None, :])
+    return tl.where(visible, x, other)
 
 
 @triton.jit
@@ -169,38 +121,43 @@ def dual_window_forward(
     q = tl.load(q_ptr + at, mask=inside(is_row, H), other=0.0)
     key_base = tl.cast(batch, tl.int64) * S * K * H + head // (N // K) * H
     ids_base = ids_ptr + tl.cast(batch, tl.int64) * S
-    ids_q = _load_ids(ids_base, position, S, HAS_SEGMENTS)
+    queries = position, _load_ids(ids_base, position, S, HAS_SEGMENTS)
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc = tl.zeros([BLOCK_M, triton.next_power_of_2(H)], tl.float32)
-    # Where each warp has whole rows, a thread holds the same of every eight keys: it adds those
-    # alone, and threads exchange sums once at the end instead of in every tile.
-    num_parts: tl.constexpr = 8 if BLOCK_M >= 128 else 1
-    state = peak, tl.zeros([BLOCK_M, num_parts], tl.float32), acc
+    # Part r is the sum over keys r, r + NUM_PARTS, ... Where each warp has whole rows, a thread
+    # holds the same of every eight keys: it adds those alone, and threads exchange sums once at the
+    # end instead of in every tile.
+    NUM_PARTS: tl.constexpr = 8 if BLOCK_M >= 128 else 1
+    parts = tl.zeros([BLOCK_M, NUM_PARTS], tl.float32)
     at_lse = (tl.cast(batch, tl.int64) * N + head) * T + row
     for band in tl.static_range(2):  # near, then far on the same state
-        min_distance = 0 if band == 0 else student_window
-        max_distance = student_window if band == 0 else teacher_window
-        state = _attend(
-            state,
-            q,
-            k_ptr + key_base,
-            v_ptr + key_base,
-            ids_base,
-            position,
-            ids_q,
-            _bounds(tiles_ptr, band, HAS_SEGMENTS),
-            min_distance,
-            max_distance,
-            S,
-            K * H,
-            scale_log2,
-            H,
-            BLOCK_N,
-            HAS_SEGMENTS,
-            PRECISION,
-        )
-        peak, parts, acc = state
+        reach = (0, student_window) if band == 0 else (student_window, teacher_window)
+        tiles = _bounds(tiles_ptr, band, HAS_SEGMENTS)
+        for part in tl.static_range(3):  # the nearest first: near edge, inner tiles, far edge
+            for step in range(0, tiles[3 - part] - tiles[2 - part]):
+                start = (tiles[3 - part] - 1 - step) * BLOCK_N
+                k = _load_rows(k_ptr + key_base, start, K * H, S, BLOCK_N, H, part != 1)
+                score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                if part != 1:
+                    score = _masked(
+                        score, float("-inf"), queries, start, reach, ids_base, S, HAS_SEGMENTS
+                    )
+                # The largest score is found before scaling, which is part of the exponent's one
+                # multiplication and addition.
+                new_peak = tl.maximum(peak, tl.max(score, 1) * scale_log2)
+                shift = new_peak
+                if part != 1:
+                    # A row that has seen no key yet has weights of 0, not 2^(inf - inf).
+                    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                weight = tl.exp2(score * scale_log2 - shift[:, None])
+                shrink = tl.exp2(peak - shift)
+                v = _load_rows(v_ptr + key_base, start, K * H, S, BLOCK_N, H, part != 1)
+                sums = tl.sum(tl.reshape(weight, BLOCK_M, BLOCK_N // NUM_PARTS, NUM_PARTS), 1)
+                parts = parts * shrink[:, None] + sums
+                acc = acc * shrink[:, None]
+                acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=PRECISION)
+                peak = new_peak
         total = tl.sum(parts, 1)
         out_ptr = student_ptr if band == 0 else teacher_ptr
         lse_ptr = student_lse_ptr if band == 0 else teacher_lse_ptr
@@ -242,36 +199,26 @@ def dual_window_backward_q(
     q = tl.load(q_ptr + at, mask=inside(is_row, H), other=0.0)
     key_base = tl.cast(batch, tl.int64) * S * K * H + head // (N // K) * H
     ids_base = ids_ptr + tl.cast(batch, tl.int64) * S
-    ids_q = _load_ids(ids_base, position, S, HAS_SEGMENTS)
+    queries = position, _load_ids(ids_base, position, S, HAS_SEGMENTS)
 
     dq = tl.zeros([BLOCK_M, triton.next_power_of_2(H)], tl.float32)
-    scale_log2 = scale * LOG2E
     for band in tl.static_range(2):
         at_row = ((tl.cast(batch, tl.int64) + band * B) * N + head) * T + row
         lse_log2 = tl.load(lse_log2_ptr + at_row, mask=is_row, other=0.0)
         delta = tl.load(delta_ptr + at_row, mask=is_row, other=0.0)
         plane = tl.cast(band * B, tl.int64) * T * N * H
         d_out = tl.load(d_out_ptr + plane + at, mask=inside(is_row, H), other=0.0)
-        min_distance = 0 if band == 0 else student_window
-        max_distance = student_window if band == 0 else teacher_window
+        reach = (0, student_window) if band == 0 else (student_window, teacher_window)
         tiles = _bounds(tiles_ptr, band, HAS_SEGMENTS)
         for part in tl.static_range(3):
             for tile_n in range(tiles[part], tiles[part + 1]):
                 start = tile_n * BLOCK_N
                 k = _load_rows(k_ptr + key_base, start, K * H, S, BLOCK_N, H, part != 1)
                 v = _load_rows(v_ptr + key_base, start, K * H, S, BLOCK_N, H, part != 1)
-                score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+                score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
                 weight = tl.exp2(score - lse_log2[:, None])
                 if part != 1:
-                    key = start + tl.arange(0, BLOCK_N)
-                    ids_k = _load_ids(ids_base, key, S, HAS_SEGMENTS)
-                    visible = (
-                        _is_visible(position[:, None] - key[None, :], min_distance, max_distance)
-                        & (key < S)[None, :]
-                    )
-                    if HAS_SEGMENTS:
-                        visible = visible & (ids_q[:, None] == ids_k[None, :])
-                    weight = tl.where(visible, weight, 0.0)
+                    weight = _masked(weight, 0.0, queries, start, reach, ids_base, S, HAS_SEGMENTS)
                 d_weight = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
                 d_score = weight * (d_weight - delta[:, None])
                 dq = tl.dot(d_score.to(k.dtype), k, dq, input_precision=PRECISION)

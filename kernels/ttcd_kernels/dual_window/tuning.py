@@ -4,20 +4,12 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """The tile of one kernel: queries and keys, warps, software pipeline depth."""
+    """The tile of one kernel: queries and keys, warps that compute (Mosaic's share the rows of a
+    block), software pipeline depth (tiles loaded ahead)."""
 
     block_m: int
     block_n: int
     num_warps: int
-    num_stages: int
-
-
-class MosaicTile(NamedTuple):
-    """Queries and keys per tile, of which both compute warpgroups share what a block owns; tiles
-    loaded ahead."""
-
-    block_q: int
-    block_kv: int
     num_stages: int
 
 
@@ -27,14 +19,6 @@ class Tuning(NamedTuple):
     forward: Tile
     backward_q: Tile
     backward_kv: Tile
-
-
-class MosaicTuning(NamedTuple):
-    """Tiles by kernel."""
-
-    forward: MosaicTile
-    backward_q: MosaicTile
-    backward_kv: MosaicTile
 
 
 # By (compute capability, head dim), for operands of two bytes. Chosen by the compiler's reports
@@ -71,13 +55,11 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = dict.fromkeys(
     ),
 )
 
-COMPUTE_WARPGROUPS = 2  # of the Mosaic kernel
-
-
-# By head dim, for Hopper. Chosen by the reports of the assembler, not yet by time on a GPU.
+# Mosaic's, for Hopper, by head dim; chosen by the reports of the assembler, not yet by time.
+COMPUTE_WARPGROUPS = 2
 MOSAIC_TILES = {
-    64: MosaicTuning(MosaicTile(128, 128, 3), MosaicTile(128, 128, 3), MosaicTile(64, 128, 4)),
-    128: MosaicTuning(MosaicTile(128, 128, 2), MosaicTile(128, 64, 3), MosaicTile(64, 128, 3)),
+    64: Tuning(Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(64, 128, 8, 4)),
+    128: Tuning(Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
 }
 
 

@@ -144,25 +144,22 @@ class World:
         return [(x, thing) for x in self.actors for thing in free if at[x] == at[thing]]
 
 
-def _of_actor(world: World) -> list[Ask]:
-    moves = [(x, move) for x in world.actors if (move := world.moved.get(x))]
-    return [(f"Where is {x}? ", world.place[x], [move]) for x, move in moves]
-
-
-def _of_object(world: World) -> list[Ask]:
-    moves = [(x, [world.touched[x], move]) for x in OBJECTS if (move := world.moved.get(x))]
-    return [(f"Where is the {x}? ", world.place[x], support) for x, support in moves]
-
-
-def _of_object_before(world: World) -> list[Ask]:
-    trails = [(x, *trail[-2:]) for x, trail in world.trail.items() if len(trail) > 1]
-    return [
-        (f"Where was the {x} before the {here}? ", before, [world.touched[x], second, first])
-        for x, (before, first), (here, second) in trails
-    ]
-
-
-def _of_gift(world: World) -> list[Ask]:
+def _asks(world: World, task: BabiTask) -> list[Ask]:
+    """The questions of a task that the statements so far answer."""
+    place, touched = world.place, world.touched
+    moves = {name: move for name, move in world.moved.items() if move}
+    if task == "qa1":
+        movers = [x for x in world.actors if x in moves]
+        return [(f"Where is {x}? ", place[x], [moves[x]]) for x in movers]
+    if task == "qa2":
+        moved = [x for x in OBJECTS if x in moves]
+        return [(f"Where is the {x}? ", place[x], [touched[x], moves[x]]) for x in moved]
+    if task == "qa3":
+        trails = [(x, *trail[-2:]) for x, trail in world.trail.items() if len(trail) > 1]
+        return [
+            (f"Where was the {x} before the {here}? ", before, [touched[x], second, first])
+            for x, (before, first), (here, second) in trails
+        ]
     giver, thing, receiver, number = world.gift
     return [
         (f"What did {giver} give to {receiver}? ", thing, [number]),
@@ -173,15 +170,12 @@ def _of_gift(world: World) -> list[Ask]:
     ]
 
 
-_ASKS = {"qa1": _of_actor, "qa2": _of_object, "qa3": _of_object_before, "qa5": _of_gift}
-
-
 def _story(task: BabiTask, rng: random.Random) -> World:
     """Two moves before a question of qa1; a gift and 0 to 5 other actions for qa5; for qa2 and qa3
     three actions and more, with probability 1/2 each, until there is a question."""
     world = World(rng, GIVERS if task == "qa5" else ACTORS)
     for _ in range(_QUESTIONS):
-        asks, last = _ASKS[task], world.gift
+        last = world.gift
         if task == "qa1":
             world.act("move")
             world.act("move")
@@ -193,9 +187,9 @@ def _story(task: BabiTask, rng: random.Random) -> World:
         else:
             for _ in range(3):
                 world.act(*_ACTIONS)
-            while not asks(world) or rng.random() < 0.5:
+            while not _asks(world, task) or rng.random() < 0.5:
                 world.act(*_ACTIONS)
-        world.ask(*rng.choice(asks(world)))
+        world.ask(*rng.choice(_asks(world, task)))
     return world
 
 

@@ -14,9 +14,9 @@ import random
 import re
 import string
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -70,11 +70,9 @@ def _squad(value: Any) -> Questions:
         numbers = [number[paragraph["context"]] for paragraph in article]
         for own, paragraph in zip(numbers, article, strict=True):
             related = [index for index in numbers if index != own]
-            questions += [
-                Question(x["question"], [answer["text"] for answer in x["answers"]], [own], related)
-                for x in paragraph["qas"]
-                if not x["is_impossible"]
-            ]
+            asked = (x for x in paragraph["qas"] if not x["is_impossible"])
+            pairs = ((x["question"], [answer["text"] for answer in x["answers"]]) for x in asked)
+            questions += [Question(*pair, [own], related) for pair in pairs]
     return questions, documents
 
 
@@ -82,11 +80,8 @@ def _hotpot(value: Any) -> Questions:
     texts = [[f"{title}\n{''.join(lines)}" for title, lines in x["context"]] for x in value]
     documents = sorted({text for own in texts for text in own})
     number = {text: index for index, text in enumerate(documents)}
-    questions = [
-        Question(x["question"], [x["answer"]], [number[text] for text in own], [])
-        for x, own in zip(value, texts, strict=True)
-    ]
-    return questions, documents
+    pairs = zip(value, ([number[text] for text in own] for own in texts), strict=True)
+    return [Question(x["question"], [x["answer"]], own, []) for x, own in pairs], documents
 
 
 _FILES: dict[str, tuple[str, type, Callable[[Any], Questions]]] = {
@@ -126,10 +121,9 @@ class Sources:
         value = read_json(Path(path), kind)
         try:
             questions, documents = parse(value)
-            texts = [x for one in questions for x in (one.text, *one.answers)]
             if not (questions and all(one.answers for one in questions)):
                 raise ValueError("no questions, or one without an answer")
-            if not all(isinstance(text, str) for text in texts):
+            if not all(isinstance(x, str) for one in questions for x in (one.text, *one.answers)):
                 raise TypeError("a question or an answer is no text")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             problem = f"{type(error).__name__}: {error}"
@@ -144,7 +138,17 @@ class Prompt(NamedTuple):
     answers: list[str]
 
 
-Drawn = Iterator[tuple[Prompt, int]]  # the samples of a task, with their numbers of tokens
+Make = Callable[[int], Prompt | None]  # a prompt of a size
+
+
+class Drawing(NamedTuple):
+    """The samples of a task: a prompt for each at most of a `size`, smaller by `step` down to
+    `least` (None: `step`)."""
+
+    prompts: Iterable[Make]
+    size: int
+    step: int
+    least: int | None = None
 
 
 class Cell:
@@ -158,12 +162,6 @@ class Cell:
         self.random, self.legacy = random.Random(seed), np.random.RandomState(seed)
         self._seed, self.is_short = seed, length < 4096
 
-    def example(self, length: int) -> Self:
-        """The cell of an example, without an answer, that draws from the same generators."""
-        part = copy.copy(self)
-        part.name, part.length, part.num_new = f"the example of {self.name}", length, 0
-        return part
-
     def shuffle(self, items: list[str]) -> None:
         """Shuffles in place by a generator of its own: equal sizes get equal permutations."""
         random.Random(self._seed).shuffle(items)
@@ -175,9 +173,12 @@ class Cell:
             names.append("".join(self.random.choices(letters, k=size)))
         return names
 
+    def value(self) -> str:
+        return str(self.legacy.randint(10_000, 99_999))
+
     def largest(
         self,
-        make: Callable[[int], Prompt | None],
+        make: Make,
         step: int,
         *,
         extra: int = 0,
@@ -200,7 +201,7 @@ class Cell:
 
     def fitted(
         self,
-        make: Callable[[int], Prompt | None],
+        make: Make,
         size: int,
         step: int,
         least: int | None = None,
@@ -250,12 +251,10 @@ class Needles(NamedTuple):
     num_queries: int = 1
 
 
-def find_needles(needles: Needles, cell: Cell, sources: Sources, num_samples: int) -> Drawn:
+def find_needles(needles: Needles, cell: Cell, sources: Sources, num_samples: int) -> Drawing:
     make = functools.partial(_needles_prompt, cell, needles, sources)
     step = 500 if needles.haystack == "essay" else 5 if cell.is_short else 25
-    size = cell.largest(make, step)
-    for _ in range(num_samples):
-        yield cell.fitted(make, size, step)
+    return Drawing([make] * num_samples, cell.largest(make, step), step)
 
 
 def _needles_prompt(cell: Cell, needles: Needles, sources: Sources, size: int) -> Prompt:
@@ -342,16 +341,17 @@ def _words_of(kind: Literal["adjective", "noun", "verb"]) -> list[str]:
     return random_word._get_words_from_text_file(f"{kind}list.txt")
 
 
-def track_variables(cell: Cell, sources: Sources, num_samples: int) -> Drawn:
+def track_variables(cell: Cell, sources: Sources, num_samples: int) -> Drawing:
     """A chain of assignments in noise, after one example: a shorter text with its answers, at most
-    500 tokens if the tokenizer allows it."""
-    step, short = 5 if cell.is_short else 10, cell.example(_EXAMPLE_LENGTH)
+    500 tokens if the tokenizer allows it, which draws from the same generators."""
+    step, short = 5 if cell.is_short else 10, copy.copy(cell)
+    short.name, short.length, short.num_new = f"the example of {cell.name}", _EXAMPLE_LENGTH, 0
     make = functools.partial(_chain_prompt, short, is_example=True)
     found, _ = short.fitted(make, short.largest(make, 5), 5, may_exceed=True)
     example = f"{found.text} {' '.join(found.answers)}\n"
     size = cell.largest(functools.partial(_chain_prompt, cell), step, extra=cell.count(example))
-    for _ in range(num_samples):
-        yield cell.fitted(functools.partial(_after_example, cell, example), size, step)
+    prompt = functools.partial(_after_example, cell, example)
+    return Drawing([prompt] * num_samples, size, step)
 
 
 def _after_example(cell: Cell, example: str, size: int) -> Prompt | None:
@@ -361,7 +361,7 @@ def _after_example(cell: Cell, example: str, size: int) -> Prompt | None:
     for name in example.split()[-_NUM_VARIABLES:]:
         (other,) = cell.names(string.ascii_uppercase, len(name), 1)
         example = example.replace(name, other)
-    example = example.replace(_EXAMPLE_VALUE, _value(cell))
+    example = example.replace(_EXAMPLE_VALUE, cell.value())
     return Prompt(f"{example}\n{prompt.text}", prompt.answers)
 
 
@@ -369,9 +369,9 @@ def _chain_prompt(cell: Cell, size: int, *, is_example: bool = False) -> Prompt 
     """`size`: lines of noise, at least one for each assignment; None for fewer, and for two names
     that are equal."""
     names = cell.names(string.ascii_uppercase, 3 if is_example else 5, _NUM_VARIABLES)
-    value = _EXAMPLE_VALUE if is_example else _value(cell)
+    value = _EXAMPLE_VALUE if is_example else cell.value()
     if len(names) > _NUM_VARIABLES and not is_example:
-        _value(cell)  # of the second chain that the published generator begins, and fails
+        cell.value()  # of the second chain that the published generator begins, and fails
     if len(names) > _NUM_VARIABLES or size < _NUM_VARIABLES:
         return None
     chain = [f"VAR {names[0]} = {value}"]
@@ -384,19 +384,14 @@ def _chain_prompt(cell: Cell, size: int, *, is_example: bool = False) -> Prompt 
     return Prompt(_TEXTS["chain"].format(context=context, value=value, count=_NUM_VARIABLES), names)
 
 
-def _value(cell: Cell) -> str:
-    return str(cell.legacy.randint(10_000, 99_999))
-
-
-def find_common_words(cell: Cell, sources: Sources, num_samples: int) -> Drawn:
+def find_common_words(cell: Cell, sources: Sources, num_samples: int) -> Drawing:
     """The common words of a numbered list. Raises `UserError` for texts of more words than
     wonderwords has: the published generator takes them from a list that is not public."""
     words = sorted({*_words_of("noun"), *_words_of("adjective"), *_words_of("verb")})
     cell.shuffle(words)
     make = functools.partial(_list_prompt, cell, words)
     size = cell.largest(make, 10, probe=4096, most=lambda x: int(cell.length // x) * 2)
-    for _ in range(num_samples):
-        yield cell.fitted(make, size, 10)
+    return Drawing([make] * num_samples, size, 10)
 
 
 def _list_prompt(cell: Cell, words: list[str], size: int) -> Prompt:
@@ -404,7 +399,7 @@ def _list_prompt(cell: Cell, words: list[str], size: int) -> Prompt:
     if size > len(words):
         raise UserError(
             f"{cell.name} of {cell.length} tokens tries lists of {size} words and wonderwords has "
-            f"{len(words)}: ask for shorter contexts, or pass --data of the published scripts"
+            f"{len(words)}: ask for shorter contexts"
         )
     head = ""
     example, times = ((20, 3, 1), (6, 1)) if cell.is_short else ((40, 10, 3), (30, 3))
@@ -422,26 +417,23 @@ def _enumerated(items: list[str]) -> str:
     return " ".join(f"{number}. {item}" for number, item in enumerate(items, start=1))
 
 
-def find_coded_words(cell: Cell, sources: Sources, num_samples: int) -> Drawn:
+def find_coded_words(cell: Cell, sources: Sources, num_samples: int) -> Drawing:
     """The frequent words of a coded text."""
     room = cell.length - cell.num_new
     if room < (least := 2 * _TOKENS_PER_WORD):
         takes = f"{cell.name} takes {least + cell.num_new} tokens or more and has {cell.length}"
         raise UserError(f"{takes}: ask for longer contexts, or leave it out")
-    step, size = room // 32, room // 6
-    vocabulary = _vocabulary(cell, room)
-    while cell.count(_coded_prompt(cell, vocabulary, size).text) < room:
+
+    def prompt() -> Make:
+        """Of random words of six letters by rank; the most frequent is the noise."""
+        words = sorted({*cell.names(string.ascii_lowercase, 6, room // _TOKENS_PER_WORD)})
+        cell.shuffle(words)
+        return functools.partial(_coded_prompt, cell, ["...", *words[1:]])
+
+    step, size, make = room // 32, room // 6, prompt()
+    while (found := make(size)) and cell.count(found.text) < room:
         size += step
-    for _ in range(num_samples):
-        make = functools.partial(_coded_prompt, cell, _vocabulary(cell, room))
-        yield cell.fitted(make, size - step, step, least=0)
-
-
-def _vocabulary(cell: Cell, room: int) -> list[str]:
-    """Random words of six letters by rank; the most frequent is the noise."""
-    words = sorted({*cell.names(string.ascii_lowercase, 6, room // _TOKENS_PER_WORD)})
-    cell.shuffle(words)
-    return ["...", *words[1:]]
+    return Drawing((prompt() for _ in range(num_samples)), size - step, step, least=0)
 
 
 def _coded_prompt(cell: Cell, vocabulary: list[str], size: int) -> Prompt:
@@ -452,17 +444,16 @@ def _coded_prompt(cell: Cell, vocabulary: list[str], size: int) -> Prompt:
     return Prompt(_TEXTS["coded"].format(context=" ".join(items)), vocabulary[1:4])
 
 
-def answer_questions(source: str, cell: Cell, sources: Sources, num_samples: int) -> Drawn:
+def answer_questions(source: str, cell: Cell, sources: Sources, num_samples: int) -> Drawing:
     """A question of the file for each sample, in its order."""
     questions, documents = sources.questions(source)
     if num_samples > len(questions):
         raise UserError(
             f"--{source} has {len(questions)} questions for {num_samples} samples: ask for fewer"
         )
-    make = functools.partial(_question_prompt, cell, documents)
-    size = cell.largest(functools.partial(make, questions[0]), 10)
-    for question in questions[:num_samples]:
-        yield cell.fitted(functools.partial(make, question), size, 10)
+    asked = questions[:num_samples]
+    prompts = [functools.partial(_question_prompt, cell, documents, x) for x in asked]
+    return Drawing(prompts, cell.largest(prompts[0], 10), 10)
 
 
 def _question_prompt(

@@ -1,8 +1,11 @@
-"""RULER at several lengths: scores by task, with the averages of the paper's tables."""
+"""RULER's 13 tasks: samples as NVIDIA's generator draws them, and their scores by task and length,
+with the averages of the paper's tables."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -21,20 +24,120 @@ from ttcd_jax.measure.by_document import first_texts
 from ttcd_jax.measure.pictures import Picture, plot_heat_map, plot_lines
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Series, Subject, Task, digest, register
-from ttcd_jax.tasks.ruler.prompts import Sources, read_essay
-from ttcd_jax.tasks.ruler.samples import (
-    NIAH,
-    SINGLE,
-    TASKS,
-    Sample,
-    make_samples,
-    read_samples,
-    score,
+from ttcd_jax.tasks.ruler.prompts import (
+    Cell,
+    Drawing,
+    Needles,
+    Sources,
+    answer_questions,
+    find_coded_words,
+    find_common_words,
+    find_needles,
+    read_essay,
+    track_variables,
 )
 
+
+class Kind(NamedTuple):
+    """A task: how its prompts are drawn, the first characters of an answer's prefix, the most
+    tokens of an answer, and whether one of the references suffices."""
+
+    draw: Callable[[Cell, Sources, int], Drawing]
+    prefix: str
+    num_new: int
+    takes_any: bool = False
+
+
+_NEEDLES = {
+    "niah_single_1": Needles("noise"),
+    "niah_single_2": Needles("essay"),
+    "niah_single_3": Needles("essay", values="uuids"),
+    "niah_multikey_1": Needles("essay", num_keys=4),
+    "niah_multikey_2": Needles("needle"),
+    "niah_multikey_3": Needles("needle", keys="uuids", values="uuids"),
+    "niah_multivalue": Needles("essay", num_values=4),
+    "niah_multiquery": Needles("essay", num_keys=4, num_queries=4),
+}
+TASKS = {
+    name: Kind(functools.partial(find_needles, needles), " The speci", 128)
+    for name, needles in _NEEDLES.items()
+} | {
+    "vt": Kind(track_variables, " Answer: A", 30),
+    "cwe": Kind(find_common_words, " Answer: T", 120),
+    "fwe": Kind(find_coded_words, " Answer: A", 50),
+    "qa_1": Kind(functools.partial(answer_questions, "squad"), " Answer:", 32, takes_any=True),
+    "qa_2": Kind(functools.partial(answer_questions, "hotpot"), " Answer:", 32, takes_any=True),
+}
+SINGLE = tuple(name for name in TASKS if name.startswith("niah_single"))
+NIAH = (*SINGLE, "niah_multikey_1", "niah_multivalue", "niah_multiquery")  # the paper's six
 _GROUPS = {"all": tuple(TASKS), "niah": NIAH}
 _DEPTHS = range(0, 100, 10)
+_CONTROL = re.compile(r"[\x00-\x1f]")
 _Length = Annotated[int, Bound("in 1 .. 2^24", lambda length: 0 < length <= 2**24)]
+
+
+class Sample(NamedTuple):
+    """A prompt, divided before the prefix of its answer, and the reference answers.
+
+    `length`: tokens of the prompt and of the longest answer. `index` and `token_position_answer`:
+    where the first reference is, in characters and in tokens, for needles; else the sample's
+    number.
+    """
+
+    input: str
+    answer_prefix: str
+    outputs: tuple[str, ...]
+    length: int = 0
+    index: int = 0
+    token_position_answer: int | None = None
+
+    @property
+    def prompt(self) -> str:
+        return self.input + self.answer_prefix
+
+    @property
+    def depth(self) -> float:
+        """The position of the first reference in the prompt, in percent."""
+        return 100 * max(self.input.find(self.outputs[0]), 0) / len(self.input)
+
+
+def make_samples(
+    task: str,
+    *,
+    length: int,
+    num_samples: int,
+    count: Callable[[str], int],
+    sources: Sources,
+    seed: int = 42,
+) -> list[Sample]:
+    """The samples of `task` with at most `length` tokens: prompt and answer, by `count`, which maps
+    a text to its number of tokens. A seed, a length and a tokenizer give those of NVIDIA's
+    generator, character by character; where that never ends, the task ends in an error.
+
+    Raises `UserError` when the smallest text is longer, the source of the task is not given, or cwe
+    takes more words than wonderwords has; `DataError` for a damaged source.
+    """
+    kind, samples = TASKS[task], []
+    cell = Cell(task, length, kind.num_new, seed, count)
+    drawing = kind.draw(cell, sources, num_samples)
+    for index, make in enumerate(drawing.prompts):
+        prompt, size = cell.fitted(make, *drawing[1:])
+        start = prompt.text.rfind(kind.prefix)
+        text, prefix = prompt.text[:start], prompt.text[start:]
+        place, position = index, None
+        if task in _NEEDLES:  # the published files have the place of the answer as their index
+            place = text.find(prompt.answers[0])
+            position = count(text[:place])
+        samples.append(Sample(text, prefix, tuple(prompt.answers), size, place, position))
+    return samples
+
+
+def score(prediction: str, answers: Sequence[str], *, takes_any: bool = False) -> float:
+    """The share of `answers` that the prediction contains, in percent, whatever the case
+    (`string_match_all`); with `takes_any`, 100 for one of them (`string_match_part`)."""
+    text = _CONTROL.sub("\n", prediction.strip()).strip().lower()
+    hits = [answer.lower() in text for answer in answers]
+    return 100 * float(any(hits) if takes_any else np.mean(hits))
 
 
 class Case(NamedTuple):
@@ -66,9 +169,7 @@ class Ruler(Task[list[Case], Answered]):
     tokens of prompt and answer without bos, drawn by `seed`. Answers are greedy.
 
     Prose to hide needles in is `essay` (a text file, a folder, JSON lines, JSON), or the run's
-    held-out text; `squad` and `hotpot` are the files of qa_1 and qa_2. `data`: a folder of samples
-    from the published scripts (ctx4096/vt/validation.jsonl), or the file of one task and length,
-    instead of generated ones.
+    held-out text; `squad` and `hotpot` are the files of qa_1 and qa_2.
     """
 
     name = "ruler"
@@ -86,7 +187,6 @@ class Ruler(Task[list[Case], Answered]):
     essay: str | None = None
     squad: str | None = None
     hotpot: str | None = None
-    data: str | None = None
 
     def validate(self) -> None:
         known = [*_GROUPS, *TASKS]
@@ -102,18 +202,22 @@ class Ruler(Task[list[Case], Answered]):
             raise UserError(f"{subject.run_dir} has no tokenizer and RULER is text: take another")
         names = self.tasks.split(",")
         chosen = dict.fromkeys(task for name in names for task in _GROUPS.get(name, (name,)))
-        sources = Sources(lambda: self._prose(subject, tokenizer), self.squad, self.hotpot)
+        drawn: dict[str, Any] = {
+            "num_samples": self.samples,
+            "count": lambda text: len(tokenizer.encode(text)),
+            "sources": Sources(lambda: self._prose(subject, tokenizer), self.squad, self.hotpot),
+            "seed": self.seed,
+        }
         cases: list[Case] = []
         left_out: dict[str, None] = {}
         for length, task in itertools.product(self.lengths, chosen):
             try:
-                samples = self._samples(task, length, tokenizer, sources)
+                samples = make_samples(task, length=length, **drawn)
+                cases += [Case(task, length, *numbered) for numbered in enumerate(samples)]
             except UserError as error:
                 if task in names or isinstance(error, DataError):
                     raise
                 left_out[f"{task} is left out: {error}"] = None
-            else:
-                cases += [Case(task, length, *numbered) for numbered in enumerate(samples)]
         for line in left_out:
             logging.warning("%s", line)
         if not cases:
@@ -128,27 +232,6 @@ class Ruler(Task[list[Case], Answered]):
         records = text_records(subject.run_dir, subject.data, tokenizer, None, "essay")
         return " ".join(first_texts(records, tokenizer, max(self.lengths)))
 
-    def _samples(
-        self, task: str, length: int, tokenizer: Tokenizer, sources: Sources
-    ) -> list[Sample]:
-        if self.data is None:
-            return make_samples(
-                task,
-                length=length,
-                num_samples=self.samples,
-                count=lambda text: len(tokenizer.encode(text)),
-                sources=sources,
-                seed=self.seed,
-            )
-        path = Path(self.data)
-        if not path.is_file():
-            path = path / f"ctx{length}" / task / "validation.jsonl"
-        elif self.tasks != task or len(self.lengths) > 1:
-            raise DataError(f"{path} is the file of one task and length: name them")
-        if not path.exists():
-            raise UserError(f"there is no {path}: pass --data=FOLDER of the published scripts")
-        return read_samples(path, self.samples)
-
     def measure(self, scorer: Scorer, rows: list[Case], subject: Subject) -> list[Answered]:
         """A record for each sample."""
         assert subject.tokenizer is not None, "rows refuses a run without one"
@@ -159,7 +242,7 @@ class Ruler(Task[list[Case], Answered]):
             requests.append(Request(tokens=tokens, sampling=greedy, max_new_tokens=most))
         for case, prediction in zip(rows, scorer.generate(requests), strict=True):
             task, length, number, sample = case
-            depth = sample.depth if task.startswith("niah") else None
+            depth = sample.depth if task in _NEEDLES else None
             points = score(prediction, sample.outputs, takes_any=TASKS[task].takes_any)
             answers = ", ".join(sample.outputs)
             records.append(Answered(task, length, number, depth, points, prediction, answers))
@@ -176,9 +259,9 @@ class Ruler(Task[list[Case], Answered]):
         given = {record.task for records in columns.values() for record in records}
         rows = {task: [task] for task in TASKS if task in given}
         for what, group in (("", _GROUPS["all"]), (" needles", NIAH)):
-            parts = [task for task in group if task in given]
-            few = "" if len(parts) == len(group) else f"{len(parts)} of "
-            rows |= {f"average of {few}{len(group)}{what}": parts} if parts else {}
+            if parts := [task for task in group if task in given]:
+                few = "" if len(parts) == len(group) else f"{len(parts)} of "
+                rows[f"average of {few}{len(group)}{what}"] = parts
         return [
             {"task": row} | {name: _mean(records, tasks) for name, records in columns.items()}
             for row, tasks in rows.items()
@@ -196,7 +279,11 @@ class Ruler(Task[list[Case], Answered]):
         for label in series:
             at = [parts.get((label, length), []) for length in lengths]
             lines[label] = lengths, [_mean(x, shared) if shared else None for x in at]
-            panels[label] = [[_mean(_single(part, low)) for part in at] for low in _DEPTHS]
+            single = [[x for x in part if x.task in SINGLE] for part in at]
+            panels[label] = [
+                [_mean([x for x in y if low <= (x.depth or 0) < low + 10]) for y in single]
+                for low in _DEPTHS
+            ]
         path, title = folder / "ruler.png", "RULER: mean score by length"
         plot_lines(path, title=title, x_label=cls.x_label, y_label="score (%)", series=lines)
         line = f"Mean score of the tasks given at every length ({len(shared)}), by length."
@@ -235,11 +322,6 @@ def _parts(series: Series[Answered]) -> dict[tuple[str, int], list[Answered]]:
         for record in sorted(records, key=lambda x: x.length):
             parts.setdefault((label, record.length), []).append(record)
     return parts
-
-
-def _single(records: list[Answered], low: int) -> list[Answered]:
-    """Those of single needles at depths from `low` on."""
-    return [x for x in records if x.task in SINGLE and low <= (x.depth or 0) < low + 10]
 
 
 def _mean(records: list[Answered], tasks: Collection[str] = ()) -> float | None:

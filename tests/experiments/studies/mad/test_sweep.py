@@ -1,4 +1,5 @@
-"""Runs that share a program: each is what it would be alone."""
+"""The models of the tasks and their scores, of which parity has those of batches; runs that share a
+program: each is what it would be alone."""
 
 import functools
 
@@ -6,15 +7,108 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from checks import assert_close, assert_same
+import pytest
+from checks import assert_close, assert_same, draw, randomize, value_and_gradients
 from devices import printed
+from flax import nnx
 from jax.sharding import AxisType
 
 from experiments.studies.mad import sweep
-from experiments.studies.mad.models import Problem, batch_scores, summed_loss
-from experiments.studies.mad.records import RecipeConfig
-from experiments.studies.mad.sweep import Hyper, rate_of_epoch, take_rows
-from experiments.studies.mad.tasks import IGNORE, Rows
+from experiments.studies.mad.records import MAD_METHODS, RecipeConfig
+from experiments.studies.mad.sweep import (
+    Autoencoder,
+    Hyper,
+    Problem,
+    batch_scores,
+    mad_config,
+    rate_of_epoch,
+    sinusoids,
+    summed_loss,
+    take_rows,
+)
+from experiments.studies.mad.tasks import BASELINES, IGNORE, Rows
+from ttcd_jax.models.config import switched_off
+from ttcd_jax.models.transformer import Transformer
+
+TASK = BASELINES["in-context-recall"]
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 16, (2, 11)), jnp.int32)
+
+
+def tiny(method="ipttcd"):
+    return mad_config(method, TASK, window=4, dim=16, mlp_dim=24)
+
+
+def test_the_published_sizes():
+    def num_params(model_class, config):
+        model = nnx.eval_shape(lambda: model_class(config, rngs=nnx.Rngs(0)))
+        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+    D, F, V = 128, 256, 16
+    swa = mad_config("swa", TASK)
+    block = 4 * D * D + 3 * D * F + 2 * D
+    plain = 2 * block + 2 * V * D + D
+    assert num_params(Transformer, swa) == plain
+    memory = D * D + D + 2 * 5 * F  # P, b, two convolutions of five taps
+    ipttcd = mad_config("ipttcd", TASK)
+    assert num_params(Transformer, ipttcd) == plain + 2 * memory
+    assert num_params(Autoencoder, swa) == plain + 2 * (D * D + 2 * D)
+    assert (ipttcd.window, ipttcd.student_window, ipttcd.memory.chunk_size) == (32, 16, 16)
+    assert mad_config("full", TASK).window is None
+    corrected = mad_config("ipttcd", TASK, corrects_errors=True)
+    assert corrected.memory.corrects_errors
+    assert num_params(Transformer, corrected) == num_params(Transformer, ipttcd)
+    assert mad_config("swa", TASK, corrects_errors=True) == swa
+
+
+def test_an_autoencoder_reads_the_last_state_alone_and_every_parameter_learns():
+    angles = 3 * 10_000.0 ** -(np.arange(4) / 3)
+    assert_close(sinusoids(5, 8)[3], np.concatenate([np.sin(angles), np.cos(angles)]), 1e-5)
+    model = randomize(Autoencoder, tiny(), std=0.3)
+    (h,) = draw(0, (2, 11, 16))
+    assert_same(model.normed(h), model.normed(jnp.zeros_like(h).at[:, -1].set(h[:, -1])))
+    _, gradients, _ = value_and_gradients(model, lambda model: model(TOKENS))
+    paths = jax.tree_util.tree_leaves_with_path(gradients)
+    assert [jax.tree_util.keystr(path) for path, x in paths if not np.abs(x).max() > 0] == []
+
+
+@pytest.mark.parametrize("method", MAD_METHODS)
+def test_logits_are_of_every_token_and_a_memory_that_is_off_keeps_parameters_and_forgets(method):
+    config = tiny(method)
+    logits = nnx.eval_shape(lambda: Autoencoder(config, rngs=nnx.Rngs(0))(TOKENS))
+    assert logits.shape == (2, 11, 16)
+    off = switched_off(config, TOKENS.shape[1])
+    if method in ("deltanet", "gated_deltanet", "swa", "full"):
+        assert off is None
+        return
+    model = randomize(Transformer, config)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(off, rngs=nnx.Rngs(0))))
+    loud, silent = jax.jit(model), jax.jit(nnx.merge(graph, nnx.state(model)))
+    other = TOKENS.at[:, 0].set((TOKENS[:, 0] + 1) % 16)
+    # Two windows of four reach six tokens back: what is older comes through the memory.
+    assert np.abs(loud(TOKENS) - loud(other))[:, -1].max() > 1e-6
+    assert np.abs(silent(TOKENS) - silent(other))[:, -1].max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("predictions", "macro", "micro"),
+    [((0, 0, 1, 5), 1, 1), ((0, 1, 1, 5), 0.75, 2 / 3), ((0, 150, 1, 5), 0.5, 2 / 3)],
+)
+def test_macro_accuracy_counts_classes_that_are_only_predicted(predictions, macro, micro):
+    logits, targets = jax.nn.one_hot([predictions], 200), np.array([[0, 0, 1, IGNORE]])
+    scores = batch_scores(logits, targets)
+    assert scores["macro_accuracy"] == pytest.approx(macro)
+    assert scores["micro_accuracy"] == pytest.approx(micro)
+    assert np.isnan([*batch_scores(logits, np.full_like(targets, IGNORE)).values()]).all()
+
+
+def test_loss_has_no_gradient_at_ignored_positions():
+    logits = jnp.zeros((1, 2, 4), jnp.bfloat16)
+    targets = np.array([[3, IGNORE]])
+    loss, gradient = jax.value_and_grad(summed_loss)(logits, targets)
+    assert loss.dtype == jnp.float32
+    assert loss == pytest.approx(np.log(4))
+    assert gradient.tolist() == [[[0.25, 0.25, 0.25, -0.75], [0, 0, 0, 0]]]
+
 
 CLASSES, WIDTH = 5, 8
 
@@ -35,8 +129,6 @@ def _measure(params, batch):
 
 # A bag-of-tokens classifier per position: small enough to compile at once.
 PROBLEM = Problem(_init, lambda x, y: summed_loss(_logits(x, y), y["targets"]), _measure)
-
-
 INPUTS = np.random.default_rng(0).integers(0, CLASSES, (16, 7)).astype(np.int32)
 TRAIN, TEST = (Rows(x, (x + 1) % CLASSES) for x in (INPUTS[:10], INPUTS[10:]))
 RECIPE = RecipeConfig(epochs=6, batch_size=4)
@@ -94,13 +186,6 @@ def test_a_step_is_that_of_optax_at_the_rate_of_its_epoch():
     assert_close(jax.tree.map(lambda x: x[0], run["params"]), params, 1e-5)
 
 
-def test_the_rate_falls_from_epoch_to_epoch_or_stays():
-    rates = [float(rate_of_epoch(RECIPE, 1e-3, epoch, 4)) for epoch in range(5)]
-    assert_close(np.array(rates[::2]), np.array([1e-3, (1e-3 + 1e-6) / 2, 1e-6]), 1e-4)
-    constant = RECIPE.replace(schedule="constant")
-    assert rate_of_epoch(constant, 1e-3, 3, 4) == 1e-3
-
-
 def test_a_run_that_diverges_reports_it_and_the_others_do_not_change_by_a_bit():
     mixed = trained(hyper=grid(rates=(1e-2, 1e38, 3e-2)))
     assert mixed[1].failed_at > 0
@@ -118,29 +203,31 @@ def test_rows_after_the_last_are_not_scored():
     assert_same(batch["tokens"][jnp.array([0, 2])], rows.inputs[jnp.array([9, 2])])
     assert (batch["targets"][1] == IGNORE).all()
     assert batch["loss_mask"].tolist() == [[True] * 7, [False] * 7, [True] * 7]
+
+
+def test_whole_epochs_their_rates_and_ten_evaluations_at_most():
     assert RECIPE.steps_per_epoch(10) == 3
-
-
-def test_max_steps_keeps_whole_epochs():
-    assert RecipeConfig(max_steps=201).num_epochs(12_800) == 3
-    assert RecipeConfig(max_steps=400).num_epochs(256) == 200
-    assert RecipeConfig(epochs=2, max_steps=10_000).num_epochs(256) == 2
-
-
-def test_a_run_has_ten_evaluations_at_most_and_one_at_its_end():
+    for recipe, rows, epochs in (
+        (RecipeConfig(max_steps=201), 12_800, 3),
+        (RecipeConfig(max_steps=400), 256, 200),
+        (RecipeConfig(epochs=2, max_steps=10_000), 256, 2),
+    ):
+        assert recipe.num_epochs(rows) == epochs
+    rates = [float(rate_of_epoch(RECIPE, 1e-3, epoch, 4)) for epoch in (0, 2, 4)]
+    assert_close(np.array(rates), np.array([1e-3, (1e-3 + 1e-6) / 2, 1e-6]), 1e-4)
+    assert rate_of_epoch(RECIPE.replace(schedule="constant"), 1e-3, 3, 4) == 1e-3
     for epochs, seen in ((21, [3, 6, 9, 12, 15, 18, 21]), (11, [2, 4, 6, 8, 10, 11])):
         (run,) = trained(RECIPE.replace(epochs=epochs), grid((1e-2,), (0.0,), (3,)))
         assert [point.epoch for point in run.curve] == seen
 
 
-def summary(runs):
-    return [f"{run.metrics.loss:.5f}" for run in runs]
+def losses(runs):
+    return " ".join(f"{run.metrics.loss:.5f}" for run in runs)
 
 
 def test_several_devices_share_the_runs():
-    assert printed(__file__, count=2).splitlines() == ["2 devices", *summary(together())]
+    assert printed(__file__, count=2) == f"2 devices: {losses(together())}\n"
 
 
 if __name__ == "__main__":
-    print(jax.device_count(), "devices")
-    print(*summary(trained()), sep="\n")
+    print(f"{jax.device_count()} devices: {losses(trained())}")

@@ -1,11 +1,14 @@
-"""The Triton kernels without a GPU: both ops against their definitions by Triton's interpreter, and
-kernels that are broken on purpose.
+"""The GPU kernels without a GPU, against their definitions: those of both ops in Triton's
+interpreter, also broken on purpose, Mosaic's in JAX's simulator of shared memory and barriers, its
+lowering and refusals.
 
-Run as a program, the file prints a JSON line for each case: the interpreter needs its own process.
+Run as a program with `triton` or `mosaic`, the file prints a JSON line for each case: both need
+their own process, the simulator a thread for every warpgroup.
 """
 
 import json
 import re
+import sys
 from functools import partial
 
 import definitions
@@ -13,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import draw
+from checks import draw, refused
 from devices import printed
 from ttcd_kernels import check, decode_attention_with_lse, dual_window_attention_with_lse, launch
 from ttcd_kernels.decode import triton_call as decode_call
 from ttcd_kernels.decode import tuning as decode_tuning
-from ttcd_kernels.dual_window import triton_call as dual_window_call
-from ttcd_kernels.dual_window import tuning as dual_window_tuning
+from ttcd_kernels.dual_window import mosaic_call, triton_call
+from ttcd_kernels.dual_window.cotangents import with_gradients
+from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, Tile, Tuning
 from ttcd_kernels.windows import Windows
 
 # A case is a call of the kernels with a small tile, or (`is_public`) as users make it.
@@ -74,11 +78,35 @@ DECODE_CASES = [
     DECODE | {"is_public": True, "H": 128},
     *[DECODE | {"dtype": dtype} for dtype in ("bfloat16", "float16")],
 ]
-CASES = DUAL_CASES + DECODE_CASES
+WIDE = {"T": 128, "S": 128, "N": 2, "K": 1, "H": 64, "teacher": 64, "student": 32}
+WIDE |= {"dtype": "bfloat16"}
+SMALL = {"tiles": [(128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2)]}  # more tiles than slots
+FORWARD = {"has_gradients": False}
+HALF = WIDE | {"N": 1, "teacher": 200, "student": 90, "dtype": "float16"}
+MOSAIC_CASES = [
+    # Two sequences, grouped heads, ragged; windows and halo cut tiles, no query sees the first.
+    WIDE | SMALL | {"B": 2, "T": 130, "S": 290, "teacher": 31, "student": 17},
+    # Far more tiles than slots.
+    WIDE | SMALL | FORWARD | {"S": 440, "N": 1, "teacher": 397, "student": 130},
+    # The table's tile; the teacher's window ends inside a query tile's halo.
+    WIDE | FORWARD | {"T": 256, "S": 300, "N": 1, "teacher": 193, "student": 128},
+    # Beyond the row; the query alone.
+    WIDE | {"T": 200, "S": 200, "H": 128, "N": 1, "teacher": 300, "student": 1},
+    # No far band.
+    WIDE | FORWARD | {"T": 256, "S": 256, "H": 128, "teacher": 128, "student": 128},
+    # Documents of several tiles, of one key, cut by tiles, with halo and a ragged end.
+    HALF | SMALL | {"B": 2, "T": 330, "S": 390, "teacher": 300, "lengths": [256, 1, 70, 63]},
+    # Ids that come again; no far band.
+    HALF | {"T": 256, "S": 256, "student": 200, "lengths": [90, 1, 165], "ids": [3, 1, 3]},
+]
 # A relative step of each dtype; sums over up to 60 keys, probabilities rounded once. Log-sum-exps
 # are sums in float32 of exact products.
 DUAL_BOUNDS = {"float32": 2e-6, "bfloat16": 3e-2, "float16": 3e-3}
 DECODE_BOUNDS = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
+# Of Mosaic a step of each dtype at 1: outputs are averages, of weights rounded once. Of gradients,
+# two at the largest.
+STEP = {"bfloat16": 2**-7, "float16": 2**-10}
+NAMES = ("teacher", "student", "teacher_lse", "student_lse", "dq", "dk", "dv")
 JOB = check.Job("dual_window", "triton", "bfloat16", "200, full/1 H2/1 D32")
 FAULTS = {
     "none": "",
@@ -88,42 +116,67 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def results():
-    output = printed(__file__, count=1, TRITON_INTERPRET="1")
+def interpreted():
+    output = printed(__file__, "triton", count=1, TRITON_INTERPRET="1")
     return [*map(json.loads, output.splitlines())]
 
 
-def test_results_and_gradients_are_those_of_the_definition(results):
-    for case, errors in zip(CASES, results, strict=False):
+def test_tritons_results_and_gradients_are_those_of_the_definition(interpreted):
+    for case, errors in zip(DUAL_CASES + DECODE_CASES, interpreted, strict=False):
         dtype, bounds = case.get("dtype", "float32"), DUAL_BOUNDS if "T" in case else DECODE_BOUNDS
         # One by one: `max` passes over NaN, the value of an unwritten result.
-        for name, error in errors.items():
+        for name, (error, _) in errors.items():
             assert error < bounds["float32" if name.endswith("lse") else dtype], (case, errors)
 
 
-def test_a_kernel_that_is_broken_on_purpose_fails_the_check(results):
-    for note, row in zip(FAULTS.values(), results[len(CASES) :], strict=True):
+def test_a_kernel_that_is_broken_on_purpose_fails_the_check(interpreted):
+    for note, row in zip(FAULTS.values(), interpreted[-len(FAULTS) :], strict=True):
         assert re.fullmatch(note, row["note"]), row
         assert [row[name] for name in JOB._fields] == [*JOB]
 
 
+def test_mosaics_results_are_those_of_the_definition_and_nothing_races():
+    # XLA has NPROC threads; each warpgroup waits in one.
+    output = printed(__file__, "mosaic", count=1, NPROC="8")
+    assert "RACE DETECTED" not in output, output[:3000]
+    for case, line in zip(MOSAIC_CASES, output.splitlines(), strict=True):
+        step = STEP[case["dtype"]]
+        for name, (relative, absolute) in json.loads(line).items():
+            bound = 2e-6 if name.endswith("lse") else 2 * step if name.startswith("d") else step
+            assert (relative if name.startswith("d") else absolute) < bound, (case, line)
+
+
 def _dual_window(case):
-    """(kernels, definition, operands, cotangents) of a case."""
+    """(kernels, definition, operands, cotangents) of a case. Further rows have their documents in
+    reverse order where their `lengths` are given."""
     B, (T, S, N, K, H) = case.get("B", 1), (case[name] for name in "TSNKH")
     q, k, lse = (B, T, N, H), (B, S, K, H), (B, T, N)
     *operands, d_teacher, d_student = draw(0, q, k, k, q, q, dtype=case.get("dtype", "float32"))
     ids = None
     if case.get("documents"):
         ids = np.random.default_rng(1).integers(0, case["documents"], (B, S))
-        ids = jnp.asarray(ids if case.get("is_mixed") else np.sort(ids, 1), jnp.int32)
+        ids = ids if case.get("is_mixed") else np.sort(ids, 1)
+    if case.get("lengths"):
+        names, lengths = range(len(case["lengths"])), case["lengths"]
+        ids = np.tile(np.repeat(names, lengths[::-1]), (B, 1))
+        ids[0] = np.repeat(case.get("ids", names), lengths)
+    ids = None if ids is None else jnp.asarray(ids, jnp.int32)
     windows = Windows(case["teacher"] or S, case["student"], case.get("scale", H**-0.5))
-    tile = dual_window_tuning.Tile(case.get("block_m", 16), case.get("block_n", 16), 4, 2)
     static = {"segment_ids": ids, "windows": windows}
-    tuning = dual_window_tuning.Tuning(*[tile] * 3)
-    kernels = partial(dual_window_call.dual_window, **static, tuning=tuning)
+    tuning = Tuning(*[Tile(case.get("block_m", 16), case.get("block_n", 16), 4, 2)] * 3)
+    kernels = partial(triton_call.dual_window, **static, tuning=tuning)
     if case.get("is_public"):
         kernels = partial(_public(case, dual_window_attention_with_lse), segment_ids=ids)
+    if case in MOSAIC_CASES:
+        from jax.experimental.pallas import mosaic_gpu
+
+        tuning = Tuning(*(Tile(*tile) for tile in case.get("tiles", MOSAIC_TILES[H])))
+        options = {"tuning": tuning, "interpret": mosaic_gpu.InterpretGPUParams(detect_races=True)}
+        launches = (mosaic_call.launch_forward, mosaic_call.launch_backward)
+        forward, backward = (partial(x, windows, **options) for x in launches)
+        kernels = jax.jit(lambda *qkv: with_gradients(forward, backward, *qkv, ids))
     cotangents = d_teacher, d_student, *draw(2, lse, lse, dtype="float32")
+    cotangents = cotangents if case.get("has_gradients", True) else ()
     return kernels, partial(definitions.dual_window, **static), operands, cotangents
 
 
@@ -170,21 +223,23 @@ def _errors(case):
         lambda x: x.astype(float) if x.dtype != jnp.int32 else x, (operands, cotangents)
     )
     expected = jax.jit(partial(run, definition))(*arrays)
+    dtype = operands[0].dtype
+    assert [x.dtype for x in found] == [dtype] * 2 + ["float32"] * 2 + [dtype] * (len(found) - 4)
     if cotangents:
-        assert [x.dtype for x in found] == [x.dtype for x in (*cotangents, *operands)]
         assert all(np.isfinite(x).all() for x in expected)
-    names = ("teacher", "student", "teacher_lse", "student_lse", "dq", "dk", "dv")
-    return {name: _error(x, y) for name, x, y in zip(names, found, expected, strict=False)}
+    return {name: _error(x, y) for name, x, y in zip(NAMES, found, expected, strict=False)}
 
 
 def _error(found, expected):
-    """max |a - b| / max |b| of two arrays; infinities, the log-sum-exps of rows that see nothing,
-    must be at the same places. In NumPy: XLA's maximum on a CPU may pass over a NaN in bfloat16."""
+    """(max |a - b| / max |b|, max |a - b|) of two arrays; infinities, the log-sum-exps of rows that
+    see nothing, must be at the same places. In NumPy: XLA's maximum on a CPU may pass over a NaN in
+    bfloat16."""
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     assert found.shape == expected.shape
     both = np.isneginf(found) & np.isneginf(expected)
     found, expected = np.where(both, 0, found), np.where(both, 0, expected)
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+    error = float(np.abs(found - expected).max())
+    return error / float(np.abs(expected).max()), error
 
 
 def _broken(fault):
@@ -207,13 +262,76 @@ def _broken(fault):
     return row
 
 
-if __name__ == "__main__":
-    import triton_interpreter
+def _shapes(length, num_heads, num_kv_heads, head_dim, dtype=jnp.bfloat16):
+    q = jax.ShapeDtypeStruct((1, length, num_heads, head_dim), dtype)
+    k = jax.ShapeDtypeStruct((1, length, num_kv_heads, head_dim), dtype)
+    return q, k, k
 
-    triton_interpreter.install()
+
+@pytest.mark.parametrize(
+    ("has_gradients", "shapes", "windows"),
+    [
+        (False, _shapes(65_536, 16, 8, 128), (8192, 4096)),  # of the paper
+        (False, _shapes(32_768, 24, 24, 64), (2048, 1024)),  # from scratch
+        (True, _shapes(1024, 2, 1, 64), (256, 128)),
+    ],
+)
+def test_mosaic_lowers_to_one_kernel_for_hopper_and_the_gradient_to_two_more(
+    has_gradients, shapes, windows
+):
+    kernels = [f"dual_window_{name}" for name in Tuning._fields[: 1 + 2 * has_gradients]]
+    attend = partial(mosaic_call.dual_window, segment_ids=None, windows=Windows(*windows, 0.1))
+
+    def call(*qkv):
+        results, pull = jax.vjp(attend, *qkv)
+        return pull(results) if has_gradients else results
+
     with launch.compiling_for(90):
-        with jax.enable_x64(True):
-            for case in CASES:
-                print(json.dumps(_errors(case)), flush=True)
-        for fault in FAULTS:
-            print(json.dumps(_broken(fault)), flush=True)
+        assert mosaic_call.unsupported(*shapes) is None
+        text = jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"custom_call @(\w+)", text) == ["mosaic_gpu_v2"] * len(kernels)
+    assert [text.count(f"{name}_mosaic_gpu") for name in kernels] == [1] * len(kernels)
+    assert has_gradients or "stablehlo.pad" not in text  # whole tiles need none
+
+
+def test_what_mosaic_cannot_take_is_refused_before_launch(monkeypatch):
+    qkv = _shapes(128, 2, 1, 64)
+
+    def reason(*operands):
+        return str(mosaic_call.unsupported(*operands))
+
+    with launch.compiling_for(90):
+        assert mosaic_call.unsupported(*qkv, None) is None
+        assert "head dim 32 is not one of 64, 128" in reason(*_shapes(128, 2, 1, 32))
+        wide, mixed = (_shapes(128, 2, 1, 64, dtype) for dtype in (jnp.float32, jnp.float16))
+        assert "float32, float32, float32: they must be" in reason(*wide)
+        assert "bfloat16, float16, float16" in reason(qkv[0], *mixed[1:])
+        for version, is_refused in ((12_060, False), (12_090, True), (13_000, False)):
+            monkeypatch.setattr(mosaic_call, "_toolkit", lambda version=version: version)
+            assert (f"CUDA {version}" in reason(*qkv)) == is_refused
+    for capability in (80, 100):
+        with launch.compiling_for(capability):
+            assert f"compute capability {capability}, not 90" in reason(*qkv)
+    if jax.default_backend() != "gpu":
+        assert "there is no NVIDIA GPU" in reason(*qkv)
+    # A scale that turns the order of scores round.
+    zeros = (jnp.zeros(x.shape, x.dtype) for x in qkv)
+    windows, words = Windows(16, 8, -0.1), "scale is -0.1|above 0"
+    refused(words, mosaic_call.dual_window, *zeros, None, windows, error=ValueError)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "mosaic":
+        jax.config.update("jax_enable_x64", True)
+        for case in MOSAIC_CASES:
+            print(json.dumps(_errors(case)), flush=True)
+    else:
+        import triton_interpreter
+
+        triton_interpreter.install()
+        with launch.compiling_for(90):
+            with jax.enable_x64(True):
+                for case in DUAL_CASES + DECODE_CASES:
+                    print(json.dumps(_errors(case)), flush=True)
+            for fault in FAULTS:
+                print(json.dumps(_broken(fault)), flush=True)

@@ -1,31 +1,28 @@
-"""Two variants of a run: equal ones are found equal, every change is found."""
+"""Two variants of a run: equal ones are found equal, every change is found; the command."""
 
 import functools
+import json
 
+import commands
 import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_run
 from checks import randomize, refused
 from flax import nnx
 from scipy import special
-from small_models import config_of
+from small_models import byte_model, config_of
 from ttcd_kernels.dispatch import Candidate
 from ttcd_kernels.dual_window import api
 
 from experiments.studies.equivalence import tasks
-from experiments.studies.equivalence.tasks import Distances, Kernel, Needles, Variant, agreement
-from ttcd_jax.data.tokenizer import ByteTokenizer
+from experiments.studies.equivalence.tasks import FLIPS, KL, Distances, Kernel, Variant, agreement
 from ttcd_jax.errors import NonFiniteError
-from ttcd_jax.inference.generate import Event
-from ttcd_jax.measure import scorer
-from ttcd_jax.measure.journal import Journal
-from ttcd_jax.measure.task import Subject
+from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
-from ttcd_jax.tasks.ruler.samples import Sample
-from ttcd_jax.tasks.ruler.task import Case
 from ttcd_jax.train.state import with_params
 
 CONFIG = config_of("ipttcd", window=6, student_window=3, precision=Precision())
@@ -63,7 +60,7 @@ def _by_row(cells):
 
 
 def _layers(*pair):
-    return _by_row(Kernel(batch_size=3).compare(pair, ROWS, None))
+    return _by_row(tasks.layers(pair, ROWS["tokens"]))
 
 
 def _predictions(*pair):
@@ -80,7 +77,6 @@ def test_parts_name_a_variant():
     assert applied.precision.compute == "float32"
     assert Variant().applied(CONFIG) == CONFIG
     assert str(Variant.parse("streamed:1")) == "decoded"
-    assert (Kernel().batch_size, Kernel().max_rows, Needles().niah_samples) == (1, 64, 8)
 
 
 def test_what_names_no_variant_or_one_that_a_run_lacks_is_refused():
@@ -92,11 +88,11 @@ def test_what_names_no_variant_or_one_that_a_run_lacks_is_refused():
         **{x: f"{x!r}: {only_streamed}" for x in ("decoded:4", "streamed:x", "streamed:0")},
     }.items():
         refused(message, Kernel, candidate=parts)
-    refused("RULER has no task 'qa'", Needles, niah_tasks="qa")
     lact, tokens = DELTA.replace(method="lact"), ROWS["tokens"]
     refused("method 'lact' has no memory with forms", Variant(form="blocked").applied, lact)
     refused("JAX_ENABLE_X64=1", Variant(compute="float64").applied, CONFIG)
-    refused("implementation 'triton'", _computed("triton").hidden, tokens, error=ValueError)
+    for parts in ("triton", "streamed:8,mosaic"):
+        refused("implementation '", _computed(parts).hidden, tokens, error=ValueError)
     ahead = CONFIG.replace(memory=CONFIG.memory.replace(is_conv_causal=False))
     refused("not there yet", _computed("streamed", ahead).hidden, tokens)
     broken = _changed(lambda params: params.update(final_norm=jnp.full(8, jnp.inf)))
@@ -126,6 +122,20 @@ def test_a_variant_and_itself_are_the_same_to_the_last_bit():
     for part in (compared.kl, compared.tv, compared.is_flip):
         assert not part.any()
     np.testing.assert_array_equal(compared.reference_nll, compared.candidate_nll)
+
+
+@pytest.mark.parametrize("variant", ["xla,attention", "decoded", "streamed:5"])
+def test_forms_and_paths_agree(variant):
+    pair = _computed("xla,blocked"), _computed(variant)
+    kl, tv, is_flip, *losses = _predictions(*pair)
+    assert kl.max() < 1e-9
+    assert tv.max() < 1e-5
+    assert not is_flip.any()
+    np.testing.assert_allclose(*losses, atol=1e-5)
+    found = _layers(*pair)
+    layers = ["layer 0", "layer 1"] if variant == "xla,attention" else []
+    assert [*found] == [*layers, "whole model"]
+    assert found["whole model"]["max_relative_error"] < 1e-5
 
 
 def test_another_rate_weight_or_precision_shows_in_the_layers_that_have_it():
@@ -195,36 +205,79 @@ def test_the_summary_is_of_all_positions():
     kl = np.float32(10 ** rng.uniform(-10, 0, (4, 100)))
     flips = rng.random((4, 100)) < 0.1
     found = _by_row(tasks.summarize(Distances(kl, kl / 2, flips, kl + 1, kl + 2)))
-    assert found[tasks.KL]["mean"] == pytest.approx(kl.mean())
-    assert found[tasks.KL]["50%"] == pytest.approx(np.median(kl))
-    assert found[tasks.KL]["max"] == kl.max()
+    assert found[KL]["mean"] == pytest.approx(kl.mean())
+    assert found[KL]["50%"] == pytest.approx(np.median(kl))
+    assert found[KL]["max"] == kl.max()
     assert found["the candidate's loss less it"]["mean"] == pytest.approx(1, rel=1e-6)
     places = {"0-31": 32, "32-63": 32, "64-99": 36}
     assert found.keys() >= places.keys()
-    flipped = sum(4 * found[place][tasks.FLIPS] * size for place, size in places.items())
+    flipped = sum(4 * found[place][FLIPS] * size for place, size in places.items())
     assert flipped == pytest.approx(flips.sum())
-    assert found[tasks.FLIPS]["mean"] == found["all"][tasks.FLIPS] == pytest.approx(flips.mean())
+    assert found[FLIPS]["mean"] == found["all"][FLIPS] == pytest.approx(flips.mean())
 
 
-def test_needles_compare_two_evaluations_sample_by_sample(monkeypatch, tmp_path):
-    """Each by the scorer, in the pieces of its variant (all of a prompt for whole rows), of which
-    the journal keeps the answers apart."""
-    samples = [Sample(f"text {i}", " is", ("one", "two")) for i in (0, 1)]
-    cases = [Case("niah_single_1", 400, i, sample) for i, sample in enumerate(samples)]
-    texts, sizes = {2**24: ("one TWO", "One, two"), 4: ("one TWO", "two")}, []
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run at step 7, whose memory is not zero, beside a text."""
+    run_dir = tmp_path_factory.mktemp("run") / "run"
+    text = "".join(f"Sentence {i} of a text. And another one.\n" for i in range(500))
+    run_dir.with_name("text.txt").write_text(text)
+    memory = MemoryConfig(chunk_size=8, teacher_conv_init="identity")
+    tiny_run.save_text_model(run_dir, byte_model(memory=memory, init_std=0.5))
+    return run_dir
 
-    def generate(model, tokenizer, requests, *, state, piece_size):
-        assert [request.sampling.temperature for request in requests] == [0, 0]
-        sizes.append(piece_size)
-        return [Event(row, text, None, "eos") for row, text in enumerate(texts[piece_size])]
 
-    monkeypatch.setattr(scorer, "Generation", generate)
-    journal = Journal(tmp_path, [])
-    subject = Subject(_model(SHALLOW), ByteTokenizer(), {}, "run", journal=journal)
-    task = Needles(candidate="streamed:4", batch_size=2)
-    for _ in range(2):
-        assert task.table(task.series(subject, cases)) == [
-            {"task, length (tokens)": "niah_single_1, 400", "samples": 2}
-            | {"reference_score": 100, "candidate_score": 75, "identical_share": 0.5}
-        ]
-    assert sizes == [2**24, 4]
+def _compare(run_dir, candidate, *options):
+    names = f"--run_dir={run_dir}", "--reference=xla,blocked", f"--candidate={candidate}"
+    sizes = "--max_rows=3", "--batch_size=2", f"--text={run_dir.with_name('text.txt')}"
+    return commands.run("equivalence", *names, *sizes, *options)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "option", "status", "message"),
+    [
+        ("xla,blocked,float32", "--seq_len=32", 2, "the same variant, xla, blocked, float32, forw"),
+        ("triton", "--seq_len=32", 2, "implementation 'triton': "),
+        ("bfloat16", "--lengths=64", 2, "no option '--lengths=64': it takes batch_size="),
+        ("bfloat16", "--seq_len=50000", 3, "no document fills a row: the longest"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_computed(
+    run_dir, candidate, option, status, message
+):
+    result = _compare(run_dir, candidate, option)
+    assert result.stdout == ""
+    assert message in commands.mistake(result, status)
+    assert not (run_dir / "eval").exists()
+
+
+def test_precision_shows_at_both_levels_a_limit_stops_and_the_report_shows_all(run_dir, tmp_path):
+    result = _compare(run_dir, "xla,blocked,bfloat16,streamed:16", "--max_kl=1e-9")
+    assert result.returncode == 1
+    assert _compare(run_dir, "xla,attention", "--max_flip_share=1").returncode == 0
+    tables = {}
+    for file in run_dir.glob("eval/*bfloat16*/results.json"):
+        stored = json.loads(file.read_text())
+        assert f"written to {file.parent}\n" in result.stdout
+        assert (stored["step"], stored["facts"]["environment"]["device"]) == (7, "cpu")
+        assert file.with_name(f"{stored['task']}.png").read_bytes().startswith(b"\x89PNG")
+        assert file.with_suffix(".csv").exists()
+        tables[stored["task"]] = stored["table"]
+    kl, *_ = tables["equivalence_distribution"]
+    assert 0 < kl["50%"] < 1e-2
+    assert result.stderr == f"KL mean {kl['mean']:.3g} is above --max_kl 1e-09\n"
+    (whole,) = tables["equivalence_kernel"]
+    assert 0 < whole["equal_share"] < 1
+    (form,) = run_dir.glob("eval/*distribution*attention*/results.json")
+    assert 0 < json.loads(form.read_text())["table"][0]["max"] < 1e-9
+    # A level of earlier versions.
+    cells = {"samples": 2, "reference_score": 50, "candidate_score": 25, "identical_share": 0.5}
+    records = [{"row": "niah_single_1, 1,024", "column": x, "value": y} for x, y in cells.items()]
+    stored |= {"task": "equivalence_task", "series": {f"{stored['label']}, a pair": records}}
+    (run_dir / "eval" / "old").mkdir()
+    (run_dir / "eval" / "old" / "results.json").write_text(json.dumps(stored))
+    printed = commands.output("report", f"--run_dir={run_dir}", f"--output={tmp_path}")
+    assert printed.count("IP-TTCD, xla, attention, forward against xla, blocked, forward") == 2 + 6
+    for title in ("Units in the last place", "Next tokens", "Needles in a haystack"):
+        assert f"\n{title}" in printed
+    assert (tmp_path / "equivalence_kernel.png").exists()
