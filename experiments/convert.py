@@ -6,11 +6,11 @@ exports to the first and the last.
     python -m experiments.convert export --format=huggingface|reference RUN_DIR PATH
                                   [--step=N] [--dtype=float32|bfloat16|float16]
 
-import: PATH is a folder with config.json and weights (.safetensors, one or several), or a weight
-file next to a config.json. RUN_DIR is written tensor by tensor; it can then be evaluated, and a run
-can start from it (RunConfig.start_from). A tokenizer.json in PATH is copied. With
---format=huggingface: a model of the families Llama (SmolLM2), Mistral, Qwen2 or Qwen3, or an export
-of ours, with its special tokens, in the dtype of its files. PATH may also be
+import: PATH is a folder with config.json and weights (.safetensors, one or several; .bin and .pt
+with torch installed), or a weight file next to a config.json. RUN_DIR is written tensor by tensor;
+it can then be evaluated, and a run can start from it (RunConfig.start_from). A tokenizer.json in
+PATH is copied. With --format=huggingface: a model of the families Llama (SmolLM2), Mistral, Qwen2
+or Qwen3, or an export of ours, with its special tokens, in the dtype of its files. PATH may also be
 OWNER/NAME[@REVISION] of the hub, which is read through its cache (HF_ENDPOINT, HF_HUB_OFFLINE).
 With --format=gguf: PATH is a file of llama.cpp of the architectures llama, qwen2 or qwen3, which is
 dequantized to float32; its tokenizer is imported if it is byte-level BPE of these families.

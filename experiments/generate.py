@@ -201,8 +201,8 @@ def _generation(
     sampling, stop = SamplingConfig(**_given(*_SAMPLING)), tuple(map(typed, FLAGS.stop))
     settings = {"sampling": sampling, "stop": stop} | _given("max_new_tokens")
     requests = [Request(tokens=row, **settings) for row in rows]
-    options: dict[str, Any] = {"state": _state(model, len(rows))} | _given("piece_size", "memory")
-    return Generation(model, tokenizer, requests, **options)
+    state, options = _state(model, len(rows)), _given("piece_size", "memory")
+    return Generation(model, tokenizer, requests, state=state, **options)
 
 
 def _state(model: "InferenceModel", num_rows: int) -> "InferenceState | None":

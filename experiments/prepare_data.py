@@ -52,8 +52,7 @@ from ttcd_jax import units
 from ttcd_jax.data.compressed import bytes_read
 from ttcd_jax.data.corpus import CorpusConfig, input_bytes, stream_documents
 from ttcd_jax.data.documents import glob_of
-from ttcd_jax.data.preparation import prepare_records, stored_tokens
-from ttcd_jax.data.records import verify_records
+from ttcd_jax.data.records import prepare_records, stored_tokens, verify_records
 from ttcd_jax.data.tokenizer import JsonTokenizer, TokenizerConfig, tokenizer_of, train_tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import whole_folder, write_whole

@@ -108,29 +108,42 @@ def mistake(result: subprocess.CompletedProcess, status: int = 2) -> str:
 
 
 def ends(lines: Sequence[Sequence], **options) -> list[tuple[int, str, str]]:
-    """(exit status, standard output, standard error) of commands or programs that end before they
-    compute; one process runs them in turn."""
+    """(exit status, standard output, standard error) of commands or programs, which one process
+    runs in turn."""
     lines = [_line(*line) for line in lines]
     return list(map(tuple, json.loads(output(Path(__file__), json.dumps(lines), **options))))
 
 
+def refuse(rows: Sequence[tuple[Sequence, int, str]], **options) -> None:
+    """Each line ends with its status and one line, an error that has all words (divided by |)."""
+    found = ends([line for line, *_ in rows], **options)
+    for (line, expected, words), (status, _, error) in zip(rows, found, strict=True):
+        assert (status, error[:7], error.count("\n")) == (expected, "error: ", 1), (line, error)
+        assert all(word in error for word in words.split("|")), (line, error)
+
+
 def _ends(lines: list[list[str]]) -> list[tuple[int, str, str]]:
-    from absl import app, flags
+    from absl import flags
 
     importlib.import_module("experiments.cli")
-    app.define_help_flags()
-    lasting, ends = {*flags.FLAGS}, []
+    sys.path.insert(0, os.getcwd())
+    ends = []
     for line in lines:
-        streams = {"stdin": io.TextIOWrapper(io.BytesIO())}
-        streams |= {"stdout": io.StringIO(), "stderr": io.StringIO()}
+        names = ("stdin", "stdout", "stderr")
+        streams = {name: io.TextIOWrapper(io.BytesIO(), write_through=True) for name in names}
+        status = 0
         with mock.patch.multiple(sys, **streams), mock.patch.dict(os.environ):
             try:
                 _run(line)
             except SystemExit as end:
-                texts = (streams[name].getvalue() for name in ("stdout", "stderr"))
-                ends.append((end.code, *texts))
-        for name in {*flags.FLAGS} - lasting:
-            delattr(flags.FLAGS, name)
+                status = end.code or 0
+        texts = (streams[name].buffer.getvalue().decode() for name in names[1:])
+        ends.append((status, *texts))
+        # Those of the command: modules that stay, as libraries, define theirs once.
+        for module, defined in [*flags.FLAGS.flags_by_module_dict().items()]:
+            if module.endswith(".py") or module == "experiments.cli":
+                for name in {flag.name for flag in defined} - {"import"}:
+                    delattr(flags.FLAGS, name)
         flags.FLAGS["import"].unparse()
         flags.FLAGS.unparse_flags()
     return ends

@@ -26,7 +26,7 @@ install_import_hook(
         *(f"ttcd_kernels.dual_window.{name}" for name in ("api", "bench", "cotangents", "tiles")),
         *(f"ttcd_kernels.dual_window.{name}" for name in ("mosaic_call", "triton_call", "xla")),
         *(f"ttcd_kernels.decode.{name}" for name in ("api", "bench", "triton_call", "xla")),
-        *(f"ttcd_kernels.{name}" for name in ("launch", "machine_code", "normalize", "parity")),
+        *(f"ttcd_kernels.{name}" for name in ("launch", "normalize", "parity")),
         *(f"ttcd_kernels.{name}" for name in ("partitioning", "short_conv")),
     ],
     "checks.typechecked",

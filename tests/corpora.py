@@ -10,8 +10,7 @@ import pyarrow
 from pyarrow import ipc, parquet
 
 from ttcd_jax.data.corpus import CorpusConfig
-from ttcd_jax.data.preparation import prepare_records
-from ttcd_jax.data.records import MANIFEST, sealed
+from ttcd_jax.data.records import MANIFEST, prepare_records, sealed
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.files import sha256
 

@@ -119,6 +119,11 @@ def _alternatives(name):
     return [head + choice + tail for choice in inner.split(",")] if brace else [name]
 
 
+def test_every_example_is_run():
+    tested = (ROOT / "tests/examples/test_examples.py").read_text()
+    assert [x for x in ROOT.glob("examples/*.py") if f'"{x.stem}"' not in tested] == []
+
+
 @pytest.mark.timeout(600)
 def test_the_way_from_raw_text_to_a_pod(place):
     lines = commands.lines_of("pods.md")

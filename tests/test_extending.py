@@ -84,9 +84,7 @@ def test_a_module_that_is_missing_is_named(place):
         "evaluate --import=os;ls --run_dir=. --task=ppl": "give a module's name",
         "report --import=my_package.hebbian --run_dir=runs/hebbian": "task is called 'halves'",
     }
-    ends = commands.ends([line.split() for line in refusals], **_in(place))
-    for (line, words), (status, _, error) in zip(refusals.items(), ends, strict=True):
-        assert (status, error.count("\n"), words in error) == (2, 1, True), (line, error)
+    commands.refuse([(x.split(), 2, words) for x, words in refusals.items()], **_in(place))
 
 
 @pytest.mark.parametrize("names", [5, ["a b"], [["os"]], {"os": 1}, [None], "os"])

@@ -3,8 +3,7 @@
 A folder per attention: `api` (the call and its contract), `xla`, `triton_call` and
 `triton_kernels` (implementations), `tuning`, `bench` (shapes, programs and peers). The convolutions
 are one file, `short_conv`. Shared: `dispatch`, `launch`, `columns`, `partitioning`, `windows`,
-`normalize`, `verified`. Tools: `measure`, `table`, `parity`, `cases`, `check`, `bench`, `tune`,
-`machine_code`.
+`normalize`, `verified`. Tools: `measure`, `table`, `parity`, `cases`, `check`, `bench`, `tune`.
 """
 
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse

@@ -5,12 +5,11 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Shaped
 
@@ -19,22 +18,16 @@ _OLDEST_GPU = 80
 DTYPES = ("bfloat16", "float16", "float32")
 LOG2E = 1.4426950408889634
 _CAPABILITY: ContextVar[int] = ContextVar("capability")
-_RECORD: ContextVar[list["Launch"]] = ContextVar("record")
 
 
 @contextlib.contextmanager
-def _inside[T](variable: ContextVar[T], value: T) -> Iterator[T]:
-    """The variable has the value until the block ends."""
-    token = variable.set(value)
-    try:
-        yield value
-    finally:
-        variable.reset(token)
-
-
-def compiling_for(capability: int) -> contextlib.AbstractContextManager[int]:
+def compiling_for(capability: int) -> Iterator[None]:
     """Kernels traced and lowered inside are compiled for this GPU (90: Hopper), present or not."""
-    return _inside(_CAPABILITY, capability)
+    token = _CAPABILITY.set(capability)
+    try:
+        yield
+    finally:
+        _CAPABILITY.reset(token)
 
 
 def check_devices() -> None:
@@ -102,21 +95,6 @@ def unsupported(dtypes: Sequence[str], head_dims: Iterable[int], **arrays: Opera
     return unavailable(*arrays.values())
 
 
-class Launch(NamedTuple):
-    """A kernel, its arguments (arrays, numbers), the constants of its compiler and the options of
-    `launch`."""
-
-    kernel: Any
-    arguments: tuple[Any, ...]
-    constants: Mapping[str, Any]
-    options: Mapping[str, Any]
-
-
-def recorded() -> contextlib.AbstractContextManager[list[Launch]]:
-    """Launches traced inside are listed, not made: their results are zeros."""
-    return _inside(_RECORD, [])
-
-
 def launch(
     kernel: Any,
     *args: Any,
@@ -133,14 +111,9 @@ def launch(
         kernel.signature.bind(*args, *out_shape, **constants)
     except TypeError as error:  # jax-triton would name neither
         raise TypeError(f"{kernel.__name__}: {error}") from None
-    options: dict[str, Any] = {"out_shape": [*out_shape], "grid": grid}
-    options |= {"num_warps": num_warps, "num_stages": num_stages}
-    record = _RECORD.get(None)
-    if record is not None:
-        record.append(Launch(kernel, args, constants, options))
-        return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
     import jax_triton
 
-    names = {"kernel": kernel, "name": kernel.__name__}
+    options: dict[str, Any] = {"kernel": kernel, "name": kernel.__name__, "grid": grid}
+    options |= {"num_warps": num_warps, "num_stages": num_stages, "out_shape": [*out_shape]}
     gpu = _CAPABILITY.get(None)
-    return jax_triton.triton_call(*args, **names, compute_capability=gpu, **options, **constants)
+    return jax_triton.triton_call(*args, compute_capability=gpu, **options, **constants)

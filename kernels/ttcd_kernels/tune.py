@@ -3,11 +3,10 @@
 
     python -m ttcd_kernels.tune [--op dual_window] [--shapes paper] [--case NAME ...] [--json FILE]
 
-One kernel is varied at a time. A tile has its own process, which may crash or hang. It first reads
-the assembler's report, and ends there if the kernel spills or does not fit. Processes compile at
-the same time and time in turn, while no other compiles (jax-triton keeps nothing that it compiles
-on disk). The JSON is written after every tile, and the same command goes on from it. Needs the GPU
-it tunes for.
+One kernel is varied at a time. A tile has its own process, which may crash or hang. Processes
+compile at the same time and time in turn, while no other compiles (jax-triton keeps nothing that it
+compiles on disk). The JSON is written after every tile, and the same command goes on from it. Needs
+the GPU it tunes for.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from ttcd_kernels import cases, launch, machine_code, measure
+from ttcd_kernels import cases, launch, measure
 from ttcd_kernels.cases import OPS
 from ttcd_kernels.measure import MILLISECOND, Row, over
 from ttcd_kernels.table import format_table
@@ -31,7 +30,7 @@ PROGRAM = ("-m", "ttcd_kernels.tune")
 TABLE = "the table's"
 _GAIN = 0.97  # of the table's time: less is not noise
 _COMPILING, _TIMING, _LONGEST = 60, 30, 300  # seconds after which a process hangs
-_COUNTS = ("registers", "spill_bytes", "shared_bytes")
+_COUNTS = ("registers", "spill_bytes", "shared_bytes")  # in earlier reports
 
 
 class Job(NamedTuple):
@@ -101,18 +100,12 @@ def measured(job: Job, turn: str) -> Row:
     """The row of a tile; `turn` is a file that processes lock."""
     op = OPS[job.op]
     (case,) = (case for case in op.SHAPES[job.shapes] if case.name == job.case)
-    best, gpu = getattr(table_of(op, case), job.kernel), launch.known_capability()
+    best = getattr(table_of(op, case), job.kernel)
     tile = type(best)(*map(int, job.tile.split(",")))
     function, shapes = op.alone(case, job.kernel, tile)
     row: Row = {**job._asdict(), "ms": None, "note": TABLE if tile == best else ""}
     with _turn(turn, fcntl.LOCK_SH, _COMPILING):
-        (launched,) = machine_code.launches(function, shapes, gpu)
-        counts = machine_code.compile_launch(launched, gpu)
-        row |= {name: getattr(counts, name) for name in _COUNTS}
-        reason = machine_code.unfit(counts, gpu)
-        if reason is not None and tile != best:
-            return row | {"note": f"not timed: {reason}"}
-        known, calls = measure.ready({job: function}, shapes)  # compiled again, by jax-triton
+        known, calls = measure.ready({job: function}, shapes)
     if not calls:
         return row | {"note": known[job][1]}
     with _turn(turn, fcntl.LOCK_EX, _TIMING):

@@ -104,7 +104,7 @@ def _records(sizes):
     """Documents of distinct tokens, so that a row tells what it holds."""
     starts = np.cumsum([0, *sizes])
     ids = np.arange(1, 1 + starts[-1])
-    return TokenRecords([ids], starts, vocab_size=2**31, eos_id=0)
+    return TokenRecords([ids], starts, eos_id=0)
 
 
 def _naive_rooms(histogram, seq_len):

@@ -38,7 +38,7 @@ def _batches(broken_row=-1):
 def _shuffled(seed, num_rows=NUM_ROWS):
     """Batches of a corpus of one document, whose row i has the tokens 2 i and 2 i + 1."""
     ids = np.arange(2 * num_rows + 1)
-    records = TokenRecords([ids], np.array([0, ids.size]), vocab_size=ids.size, eos_id=0)
+    records = TokenRecords([ids], np.array([0, ids.size]), eos_id=0)
     rows, count = corpus_rows(records, RecordsConfig(paths="x", seq_len=2), seed, seed)
     assert count == num_rows
     return Batches(rows, batch_size=4)

@@ -1,18 +1,33 @@
-"""Folders of token records: their rows are those of the text, and what differs is refused."""
+"""Folders of token records: their rows are those of the text, and what differs is refused; several
+calls make them, each from where the last one was killed."""
 
 import hashlib
+import json
 import os
 import shutil
+import signal
+import tracemalloc
+from pathlib import Path
 
+import commands
 import corpora
 import numpy as np
 import pytest
 from checks import assert_same, refused
 from damage import flip_bit
 
-from ttcd_jax.data.packing import DocumentRows
+from ttcd_jax.data import records as module
+from ttcd_jax.data.corpus import CorpusConfig
+from ttcd_jax.data.documents import Document
+from ttcd_jax.data.packing import DocumentRows, encode_documents
 from ttcd_jax.data.pipeline import Batches
-from ttcd_jax.data.records import open_records, read_manifest, records_tokenizer, verify_records
+from ttcd_jax.data.records import (
+    open_records,
+    prepare_records,
+    read_manifest,
+    records_tokenizer,
+    verify_records,
+)
 from ttcd_jax.data.sources import RecordsConfig, TextConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError
@@ -132,7 +147,6 @@ def two_folders(tmp_path):
     ("share", "options"),
     [
         (0.8, {"weights": (8, 2)}),
-        (1 / 31, {"weights": (1, 30)}),
         (3002 / (3002 + 30 * 100), {"weights": (1, 30), "weights_per": "document"}),
         (93 / 105, {}),
     ],
@@ -188,11 +202,11 @@ def _named(name):
     return _manifest(change)
 
 
-def _array(name, dtype, change):
-    """A change of the values in a file, whose digest fits."""
+def _starts(change):
+    """A change of the starts, whose digest fits."""
 
     def apply(folder):
-        change(np.fromfile(folder / name, dtype)).tofile(folder / name)
+        change(np.fromfile(folder / STARTS, "<u8")).tofile(folder / STARTS)
         corpora.reseal(folder)
 
     return apply
@@ -223,14 +237,15 @@ NO_FILES, NO_FIT = "manifest.json describes no files of its folder", f"{STARTS} 
         (_manifest(lambda x: x.update(bos_id=10**9)), NO_FILES),
         (_manifest(lambda x: x["splits"]["train"].update(num_tokens=10**18)), NO_FILES),
         (_manifest(lambda x: x["splits"]["train"].update(num_documents=10**18)), NO_FILES),
+        (_manifest(lambda x: [x["files"][y].update(num_bytes=5) for y in x["files"]]), NO_FILES),
         *(
             (_named(x), NO_FILES)
             for x in ("../x.bin", "/etc/passwd", "", "..", "a\x1b.bin", "absent")
         ),
-        (_array(STARTS, "<u8", lambda x: x[::-1]), NO_FIT),
-        (_array(STARTS, "<u8", lambda x: x + np.uint64(1)), NO_FIT),
-        (_array(STARTS, "<u8", lambda x: x[[0, 2, 1, *range(3, x.size)]]), NO_FIT),
-        (_array(STARTS, "<u8", lambda x: np.r_[x[:3], x[3:-1] - np.uint64(1), x[-1:]]), NO_FIT),
+        (_starts(lambda x: x[::-1]), NO_FIT),
+        (_starts(lambda x: x + np.uint64(1)), NO_FIT),
+        (_starts(lambda x: x[[0, 2, 1, *range(3, x.size)]]), NO_FIT),
+        (_starts(lambda x: np.r_[x[:3], x[3:-1] - np.uint64(1), x[-1:]]), NO_FIT),
     ],
 )
 def test_what_a_folder_may_not_say(copy, change, words):
@@ -238,17 +253,6 @@ def test_what_a_folder_may_not_say(copy, change, words):
     change(copy)
     for read in (lambda: _config(copy).rows(0), lambda: verify_records(copy)):
         refused(words, read, error=DataError)
-
-
-def test_a_token_outside_the_vocabulary_is_an_error_where_it_is_read(copy):
-    position = open_records(copy, "train").starts[1] + 1
-    _array(TOKENS, "<u2", lambda x: np.where(np.arange(x.size) == position, 258, x).astype("<u2"))(
-        copy
-    )
-    records = open_records(copy, "train")
-    assert records.read(1, 0, 1) == ByteTokenizer.bos_id
-    words = "copy (train), document 1: token 258 is outside the vocabulary of 258"
-    refused(words, records.read, 1, 1, 2, error=DataError)
 
 
 def test_folders_of_two_tokenizers_do_not_mix(copy, folder):
@@ -268,3 +272,153 @@ def test_a_split_that_is_not_there(tmp_path, folder):
     assert len(config.replace(paths=(*config.paths, str(folder))).open("validation")) == 1
     words = "records (train) has 398 tokens and a row takes 1001"
     refused(words, config.replace(seq_len=1000).rows, 0, error=DataError)
+
+
+# Killed before the n-th write, flush or new name of a file; a write is cut in the middle.
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+
+from ttcd_jax.data import records
+from ttcd_jax.data.corpus import CorpusConfig
+from ttcd_jax.data.tokenizer import TokenizerConfig
+from ttcd_jax.files import whole_folder
+
+def main(source, output, killed_at, num_processes):
+    events, tokenized, Writer = iter(range(1, 10**6)), [], records._Writer
+    encode, append = records.encode_documents, Writer._append
+
+    def event(call, half=lambda *arguments: None):
+        def wrapped(*arguments):
+            if next(events) == killed_at:
+                half(*arguments)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments)
+        return wrapped
+
+    os.fsync, Path.replace = event(os.fsync), event(Path.replace)
+    half = lambda self, name, values: append(self, name, values[: len(values) // 2])
+    Writer._append = event(append, half)
+    records.encode_documents = lambda x, *rest: tokenized.extend(x) or encode(x, *rest)
+    records._BATCH_BYTES, records._SAVE_SECONDS = 100, 0
+    corpus = CorpusConfig(kind="text", path=source, validation_percent=30)
+    options = {"shard_tokens": 200, "num_processes": num_processes}
+    with whole_folder(Path(output), records.stored_tokens) as folder:
+        records.prepare_records(corpus, TokenizerConfig(), folder, **options)
+    print(len(tokenized))
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3], *map(int, sys.argv[3:]))
+"""
+
+
+TEXTS = [chr(97 + i % 26) * (i % 37 + 1) for i in range(60)]
+
+
+def _write(path, texts=TEXTS):
+    path.write_bytes(corpora.json_lines(texts))
+    return path
+
+
+@pytest.fixture
+def call(tmp_path):
+    """Prepares the records of `source` in a process of its own that is killed at an event."""
+    _write(tmp_path / "source.jsonl")
+    (tmp_path / "prepare.py").write_text(PROGRAM)
+
+    def run(killed_at=0, processes=1):
+        paths = (tmp_path / name for name in ("prepare.py", "source.jsonl", "records"))
+        result = commands.run(*paths, str(killed_at), str(processes))
+        if killed_at and result.returncode:
+            assert result.returncode == -signal.SIGKILL, result.stderr
+            assert not (tmp_path / "records").exists()
+        return result
+
+    return run
+
+
+def _prepare(source, folder, validation_percent=30):
+    corpus = CorpusConfig(kind="text", path=str(source), validation_percent=validation_percent)
+    folder.mkdir(exist_ok=True)
+    prepare_records(corpus, TokenizerConfig(), folder, shard_tokens=200)
+    return corpora.files(folder)
+
+
+def _stored(place):
+    """How many documents the manifest of the unfinished folder lists."""
+    manifest = place / ".records.unfinished" / "manifest.json"
+    splits = json.loads(manifest.read_text())["splits"] if manifest.exists() else {}
+    return sum(entry["num_documents"] for entry in splits.values())
+
+
+@pytest.mark.parametrize(
+    ("killed_at", "processes"),
+    [*((n, 1) for n in (2, 5, 8, *range(12, 100, 11))), (2, 2), (70, 2)],
+)
+def test_a_killed_call_is_continued(call, tmp_path, killed_at, processes):
+    call(killed_at)
+    stored = _stored(tmp_path)
+    assert (stored > 0) == (killed_at > 10), stored
+    result = call(processes=processes)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert int(result.stdout) == (len(TEXTS) - stored if processes == 1 else 0)
+    files = corpora.files(tmp_path / "records")
+    assert files == _prepare(tmp_path / "source.jsonl", tmp_path / "undisturbed")
+    verify_records(tmp_path / "records")
+    assert not (tmp_path / ".records.unfinished").exists()
+    # A complete folder that was not renamed is continued too.
+    assert _prepare(tmp_path / "source.jsonl", tmp_path / "undisturbed") == files
+
+
+def test_calls_that_are_killed_one_after_another_come_to_an_end(call, tmp_path):
+    num_killed = 0
+    while call(40).returncode:
+        num_killed += 1
+        assert num_killed < 20
+    assert num_killed > 2
+    files = _prepare(tmp_path / "source.jsonl", tmp_path / "undisturbed")
+    assert corpora.files(tmp_path / "records") == files
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda source, _: _write(source, ["x", *TEXTS[1:]]), "the first | documents"),
+        (lambda source, _: _write(source, TEXTS[:5]), "the first | documents"),
+        (lambda source, _: _write(source, [*TEXTS, *"abc"]), None),
+        (lambda _, folder: flip_bit(folder / TOKENS, 6), f"{TOKENS}: its content changed"),
+        (lambda _, folder: (folder / "train.starts.bin").unlink(), "train.starts.bin: missing"),
+        (lambda _, folder: (folder / "manifest.json").write_text("{"), None),
+        (None, "corpus.validation_percent: 30 -> 20"),
+    ],
+)
+def test_only_what_did_not_change_is_continued(call, tmp_path, change, words):
+    call(60)
+    source, folder = tmp_path / "source.jsonl", tmp_path / ".records.unfinished"
+    stored, percent = _stored(tmp_path), 30 if change else 20
+    if change:
+        change(source, folder)
+    if words is None:
+        is_kept = (folder / "manifest.json").stat().st_size > 2
+        num_documents = len(source.read_text().splitlines())
+        assert int(call().stdout) == num_documents - stored * is_kept
+        assert corpora.files(tmp_path / "records") == _prepare(source, tmp_path / "undisturbed")
+    else:
+        words = f"cannot be continued, |{words}|): restore it, or"
+        refused(words, _prepare, source, folder, validation_percent=percent, error=DataError)
+        assert _stored(tmp_path) == stored
+
+
+def test_a_full_disk_is_the_reason():
+    with pytest.raises(OSError, match="No space left on device"):
+        module._Writer(Path("/dev"), 9)._append("full", np.zeros(10**6, np.uint16))
+
+
+def test_a_long_document_takes_its_text_and_its_tokens():
+    document = Document("long", b"x" * 2**22)
+    tracemalloc.start()
+    found = encode_documents([document], ByteTokenizer())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.starts.tolist() == [0, 2**22 + 2]
+    assert peak < 2.5 * 2 * 2**22

@@ -27,7 +27,7 @@ def _corpus(seed, num_documents, mean):
     rng = np.random.default_rng(seed)
     starts = np.cumsum([0, *(2 + rng.geometric(1 / mean, num_documents))])
     ids = rng.integers(2, 250, starts[-1]).astype(np.uint16)
-    return TokenRecords([ids], starts, vocab_size=256, eos_id=1)
+    return TokenRecords([ids], starts, eos_id=1)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ STAGED = RecordsConfig(paths="x", folders=("a", "b"), stages=((3, (2, 1)),), seq
         (MIXED, {"seq_len": 8}, "seq_len 8 and those of its parts, [16, 16], differ"),
         (MIXED, {"parts": ()}, "parts () must be one or more"),
         (MIXED, {"parts": (STAGED, STAGED)}, "a part of MixtureConfig has stages: bind"),
-        (RECORDS, {"paths": ()}, "names no folder"),
+        (RECORDS, {"paths": ()}, "paths () must be one or more"),
         (RECORDS, {"paths": ("x", "y"), "folders": ("a",)}, "folders ('a',) are names below one"),
         (RECORDS, {"weights": (1.0, 2.0)}, "(1.0, 2.0) are 2 numbers for 1 folders"),
         (CorpusConfig, {"kind": "text"}, "kind 'text' takes the path"),
@@ -193,11 +193,6 @@ STAGED = RecordsConfig(paths="x", folders=("a", "b"), stages=((3, (2, 1)),), seq
 )
 def test_what_a_configuration_may_not_say(kind, fields, words):
     refused(words, kind, **fields)
-
-
-def test_stages_of_records(mixture):
-    records = mixture.parts[0].replace(weights=(), stages=((0, (1, 0)), (3, (0, 1))))
-    assert _letters(Batches(records.rows(0, BATCH)[0], batch_size=BATCH), range(5)) == [12, 8, 0]
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])

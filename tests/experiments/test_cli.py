@@ -30,16 +30,15 @@ PROGRAM = """
         cli.run(main)
 """
 JAX = "import jax.numpy as jnp; jnp.zeros(1)"
-# What a command does, its argument, status and line.
+# What a command does, its argument, status and words of its line.
 MISTAKES = [
     ("raise UserError('steps 3\\n\\x1b[31mred')", "", 2, "error: steps 3\\n\\x1b[31mred\n"),
     ("raise DataError('no text')", "", 3, "error: no text\n"),
     ("raise CheckpointError('damaged')", "", 4, "error: damaged\n"),
     ("from ttcd_kernels import dispatch as d; raise d.Unsupported('GPU')", "", 2, "error: GPU"),
     ("open('/no/such')", "", 2, "error: /no/such: No such file or directory\n"),
-    ("raise KeyboardInterrupt", "", 130, "interrupted\n"),
     ("sys.path.insert(0, '/x'); import absent.part", "", 2, "error: this needs absent, which "),
-    ("raise RuntimeError('RESOURCE_EXHAUSTED: 9\\nmore')", "", 6, "error: out of memory (RES"),
+    ("raise RuntimeError('RESOURCE_EXHAUSTED: 9\\nmore')", "", 6, "out of memory (RES|--dry_run "),
     ("bytearray(2**62)", "", 6, "error: out of memory (): take a smaller batch, "),
     ("pass", "--name=", 2, "error: --name is empty, as after a shell variable that is not set"),
     ("pass", "--name=gs://bucket/x", 2, "error: --name 'gs://bucket/x' is in a bucket"),
@@ -71,15 +70,13 @@ def command(tmp_path: Path):
 
 
 def test_an_end_that_is_no_defect_of_ours_is_one_line_and_a_status(tmp_path):
-    lines = [
-        (_script(tmp_path / f"{number}.py", body), *([argument] if body == "pass" else []))
-        for number, (body, argument, *_) in enumerate(MISTAKES)
-    ]
-    for (status, _, text), (*call, expected, line) in zip(
-        commands.ends(lines), MISTAKES, strict=True
-    ):
-        assert (status, text.count("\n"), text.startswith(line)) == (expected, 1, True), call
-        assert status != 6 or "launch --dry_run " in text
+    rows = []
+    for number, (body, argument, status, words) in enumerate(MISTAKES):
+        line = [_script(tmp_path / f"{number}.py", body), argument][: 2 if body == "pass" else 1]
+        rows.append((line, status, words))
+    commands.refuse(rows)
+    interrupted = _script(tmp_path / "interrupted.py", "raise KeyboardInterrupt")
+    assert commands.ends([[interrupted]]) == [(130, "", "interrupted\n")]
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def _measure(*params):
 
 
 def test_a_step_takes_the_bytes_of_its_plan():
-    sizes = ("RunConfig.batch_size=16", "TextConfig.seq_len=1024", "RunConfig.accumulation_steps=1")
+    sizes = ("RunConfig.batch_size=8", "TextConfig.seq_len=1024", "RunConfig.accumulation_steps=1")
     small = ("TransformerConfig.num_layers=2", "TransformerConfig.fast_layers=(0,)")
     # Every large array in its own mapping: freed memory of the compiler is not used again.
     allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}

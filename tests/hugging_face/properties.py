@@ -11,6 +11,7 @@ import inspect
 import sys
 import tempfile
 import traceback
+import types
 import warnings
 from pathlib import Path
 
@@ -140,16 +141,9 @@ def test_what_generate_returns_is_that_of_one_pass(s):
     again = s.generate(out.sequences, attention_mask=mask, **{CACHE: cache}, max_new_tokens=6)
     longer = s.generate(s.batch, attention_mask=s.mask, max_new_tokens=COUNT + 6)
     assert (again == longer).all()
-    seen = []
-
-    class Streamer:
-        def put(self, value):
-            seen.extend(value.flatten().tolist())
-
-        def end(self):
-            seen.append("end")
-
-    s.generate(s.rows[0], streamer=Streamer())
+    seen, end = [], lambda: seen.append("end")
+    streamer = types.SimpleNamespace(put=lambda x: seen.extend(x.flatten().tolist()), end=end)
+    s.generate(s.rows[0], streamer=streamer)
     assert seen == [*s.rows[0][0].tolist(), *s.expected[0].tolist(), "end"]
     torch.manual_seed(0)
     drawn = s.generate(s.rows[0], do_sample=True, num_return_sequences=3, guidance_scale=1.5)

@@ -85,8 +85,7 @@ def test_a_row_does_not_depend_on_its_neighbours(model, greedy):
         alone, _ = _run(model, _request(**settings[row]))
         assert _tokens(alone) == _tokens(together, row)
     ends = [event.row for event in together if event.finish_reason]
-    assert sorted(ends) == [0, 1, 2, 3]
-    assert ends[0] == 3
+    assert (sorted(ends), ends[0]) == ([0, 1, 2, 3], 3)
 
 
 def test_a_state_and_a_part_of_the_text_are_gone_on_from(model, greedy):
@@ -104,11 +103,10 @@ def test_the_token_that_ends_a_row_is_an_event_and_not_read(model, greedy, reaso
     end = next(i for i, token in enumerate(greedy) if token < 128 and token not in greedy[:i])
     stop = {"eos": {"stop_tokens": (greedy[end],)}, "stop": {"stop": (chr(greedy[end]),)}}[reason]
     events, state = _run(model, _request(**stop), _request("x"))
-    assert _tokens(events) == greedy[: end + 1]
-    last = [event for event in events if event.row == 0][-1]
-    assert last.finish_reason == reason
-    text = "".join(event.text for event in events if event.row == 0)
-    assert text == TOKENIZER.decode(greedy[:end])
+    ours = [event for event in events if event.row == 0]
+    assert [event.token for event in ours] == greedy[: end + 1]
+    assert ours[-1].finish_reason == reason
+    assert "".join(event.text for event in ours) == TOKENIZER.decode(greedy[:end])
     # The other row goes on for several steps, and the first keeps its state.
     assert state.position.tolist() == [1 + len(PROMPT) + end, 2 + 12]
     (tokenizer := ByteTokenizer()).eos_id = greedy[0]  # ends a row by default

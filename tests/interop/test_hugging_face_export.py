@@ -10,6 +10,7 @@ from pathlib import Path
 
 import commands
 import fake_hub
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ import tokenizers
 from checks import assert_same, distance, refused
 from hugging_face.make import FILE, TOKENS
 from hugging_face.own import MODELS, params_of, write
-from small_models import config_of
+from small_models import config_of, run_config
 from tiny_run import flags
 
+from experiments import cli
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import CheckpointError, DataError
 from ttcd_jax.files import write_whole
@@ -35,7 +37,12 @@ from ttcd_jax.interop.hugging_face import (
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.precision import Precision
+from ttcd_jax.run.bindings import load_config
+from ttcd_jax.run.build import Program
+from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import load_params
+from ttcd_jax.run.layout import run_mesh
+from ttcd_jax.run.start import started_state
 from ttcd_jax.train.layers_on_disk import by_name, unstacked
 from ttcd_jax.train.state import with_params
 
@@ -141,6 +148,43 @@ def test_a_run_is_exported_with_its_card_and_an_import_of_it_as_it_was(tmp_path)
     assert "no tokenizer" not in (again / "README.md").read_text()
 
 
+# Llama with scaled positions, Mistral, Qwen2 with its biases, Qwen3 with norms and YaRN.
+GROWN = (("full", "ipttcd"), ("swa", "ipttt"), ("swa_bias", "ipttcd"), ("swa_norm", "ipttt"))
+GROWN = (*GROWN, ("yarn", "ipttcd"))
+
+
+@pytest.mark.parametrize(("name", "method"), GROWN)
+def test_an_import_that_gets_a_memory_starts_at_its_base(name, method, tmp_path):
+    """With the settings of the recipes of continued training (tests/run/test_start.py has other
+    layers); on a CPU bit for bit, where rows are whole chunks (XLA rounds products of other numbers
+    of rows otherwise)."""
+    run_dir, checkpoint = tmp_path / "run", write(name, tmp_path / "checkpoint")
+    commands.output(*IMPORT, checkpoint, run_dir, "--tokenizer=none")
+    base = load_params(run_dir)
+
+    def logits(model, params):
+        return jax.jit(lambda x: with_params(model, x)(jnp.asarray(TOKENS)))(params)
+
+    def grown(gin, *bindings):
+        recipe = load_config(RunConfig, gin, bindings, config_dir=cli.CONFIG_DIR)
+        memory = recipe.model.settings.replace(chunk_size=8)
+        fields = {"method": method, "fast_layers": (0, 2), "memory": memory, "student_window": 5}
+        model = base.config.replace(**fields)
+        config = run_config(model, start_from=str(run_dir), steps=1, batch_size=1)
+        with jax.set_mesh(mesh := run_mesh(config)):
+            return model, started_state(Program(config, mesh))[-1]["params"]
+
+    model, params = grown(f"cpt/{method}_qwen3_0_6b.gin")
+    expected = logits(base.config, base.params)
+    np.testing.assert_array_equal(logits(model, params), expected)
+    moved = jax.tree.map(lambda x: x + 0.1, params)  # the memory is there
+    off = model.replace(memory=model.memory.switched_off(40))
+    assert not np.array_equal(logits(model, moved), logits(off, moved))
+    if name == "full":  # the delta rule computes its chunks in turn
+        corrected = grown("continued/ipttcd_corrected.gin", "BOOKS='books'")
+        assert distance(logits(*corrected), expected) < 1e-5
+
+
 def test_a_trained_run_is_exported_with_tokenizer_and_evaluation(tmp_path):
     run_dir, folder = tmp_path / "run", tmp_path / "out"
     for split in ("train", "validation"):
@@ -177,36 +221,30 @@ def test_the_page_names_the_versions_that_exports_were_tried_with():
     assert f"with transformers {', '.join(TRIED[:-1])} and {TRIED[-1]}" in page
 
 
-@pytest.fixture
-def imports(tmp_path):
-    """Imports swa_norm through a cache, or asserts how that is refused."""
+def test_a_model_of_the_hub_is_imported_through_its_cache(tmp_path):
     environment = commands.cpu_environment(HF_HOME=str(tmp_path / "home"), NO_PROXY="127.0.0.1")
     environment.pop("HF_HUB_OFFLINE", None)
 
-    def imports(name, refusal=None, **variables):
-        options = {"env": environment | variables}
-        if refusal is not None:
-            assert refusal in commands.refused(*IMPORT, name, tmp_path / "no", status=3, **options)
-            assert not (tmp_path / "no").exists()
-            return
+    def imported(name, **variables):
         run_dir = Path(tempfile.mkdtemp(dir=tmp_path))
-        commands.output(*IMPORT, name, run_dir, **options)
+        commands.output(*IMPORT, name, run_dir, env=environment | variables)
         assert_same(load_params(run_dir).params, params_of(MODELS["swa_norm"]))
 
-    return imports
+    def assert_refused(words, name, **variables):
+        options = {"env": environment | variables, "status": 3}
+        assert words in commands.refused(*IMPORT, name, tmp_path / "no", **options)
+        assert not (tmp_path / "no").exists()
 
-
-def test_a_model_of_the_hub_is_imported_through_its_cache(imports, tmp_path):
     folder = write("swa_norm", tmp_path / "x", max_bytes=8_000)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     hub = fake_hub.Hub("lab/model", files | {"README.md": b"x", "model.bin": b"x"})
     with fake_hub.serve(hub) as address:
-        imports("lab/model@main", HF_ENDPOINT=address)
-        imports("lab/none", "lab/none is not there, or private", HF_ENDPOINT=address)
+        imported("lab/model@main", HF_ENDPOINT=address)
+        assert_refused("lab/none is not there, or private", "lab/none", HF_ENDPOINT=address)
     asked = {path.rpartition("/")[2] for _, path in hub.asked if "/resolve/" in path}
     assert asked == {*files}
-    imports("lab/model", HF_ENDPOINT=address, HF_HUB_OFFLINE="1")
-    imports("nowhere", "no checkpoint")
+    imported("lab/model", HF_ENDPOINT=address, HF_HUB_OFFLINE="1")
+    assert_refused("no checkpoint", "nowhere")
 
 
 ENVIRONMENTS = ROOT / ".venv/transformers"

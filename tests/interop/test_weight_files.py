@@ -3,6 +3,8 @@
 import json
 import pickle
 import struct
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -133,15 +135,50 @@ def test_shards_that_leave_the_folder_or_share_a_tensor_are_refused(tmp_path):
     _refused(folder, "is in | and in")
 
 
-def test_folders_without_or_with_two_checkpoints_and_files_of_torch_are_refused(tmp_path):
+def test_folders_without_or_with_two_checkpoints_are_refused(tmp_path):
     _refused(tmp_path / "none")
-    (torch := tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
-    for path in (torch, tmp_path):
-        _refused(path, "safetensors|save_pretrained(safe_serialization=True)")
+    _refused(tmp_path, "safetensors|save_pretrained(safe_serialization=True)")
+    (tmp_path / ".metadata").write_bytes(b"")
+    _refused(tmp_path, "dcp_to_torch")
     write_safetensors(tmp_path, TENSORS, 60)
     (single,) = write_safetensors(tmp_path, TENSORS)
     _refused(tmp_path, f"{SINGLE} and {INDEX}|remove")
     assert bits(open_weights(single.rename(tmp_path / "other.safetensors"))) == bits(TENSORS)
+
+
+def test_a_file_of_torch_holds_dense_tensors_or_is_refused(tmp_path, monkeypatch):
+    """By a module with torch's names: the suite has no torch."""
+    path, modules = tmp_path / "pytorch_model.bin", sys.modules
+    path.write_bytes(b"x")
+    monkeypatch.setitem(modules, "torch", None)
+    refused("needs torch", open_weights, tmp_path)
+
+    class Tensor(types.SimpleNamespace):
+        def detach(self):
+            return self
+
+        contiguous = detach
+
+        def numpy(self):
+            return self.array
+
+        def view(self, _):
+            return Tensor(array=self.array.view(np.uint16))
+
+    def tensors(arrays):
+        made = {n: Tensor(array=x, dtype=x.dtype.name, layout="strided") for n, x in arrays.items()}
+        return lambda *_, weights_only, **__: weights_only and made
+
+    kinds = {name: name for name in ("float32", "float16", "bfloat16", "uint16", "strided")}
+    torch = types.SimpleNamespace(Tensor=Tensor, load=tensors(TENSORS), **kinds)
+    monkeypatch.setitem(modules, "torch", torch)
+    assert bits(open_weights(tmp_path)) == bits(TENSORS)
+    monkeypatch.setattr(torch, "load", tensors({"a": np.zeros(2)}))
+    _refused(tmp_path, "'a' is float64")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: {"model": {"a": 1}})
+    _refused(tmp_path, "'a' is int")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pickle.loads(b"x"))
+    _refused(tmp_path, "more than weights")
 
 
 def test_random_damage_is_refused_or_harmless(tmp_path):

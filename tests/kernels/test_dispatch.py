@@ -18,10 +18,11 @@ from ttcd_kernels import (
     dual_window_attention,
     dual_window_attention_with_lse,
     launch,
-    machine_code,
     short_conv_residual,
 )
 from ttcd_kernels.dispatch import Candidate, choose
+
+from tests.machine_code.__main__ import launches
 
 KERNELS = ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
 OPERANDS = jnp.ones((3, 2))
@@ -103,7 +104,7 @@ def test_a_gpu_without_triton_runs_xla(monkeypatch):
 def test_a_launch_names_the_parameter_that_is_wrong():
     windows = {"teacher_window": 16, "student_window": 8, "implementation": "triton"}
     attend = partial(dual_window_attention, **windows)
-    (found,) = machine_code.launches(attend, [jnp.ones((1, 64, 2, 32), jnp.bfloat16)] * 3, 90)
+    (found,) = launches(attend, [jnp.ones((1, 64, 2, 32), jnp.bfloat16)] * 3, 90)
     for name, words in (("BLOCK_X", "unexpected|'BLOCK_X'"), ("BLOCK_M", "missing|'BLOCK_M'")):
         constants = {name: 3, **found.constants}
         constants = {x: constants[x] for x in constants if (x in found.constants) != (x == name)}

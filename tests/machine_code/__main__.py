@@ -5,28 +5,74 @@
 prints for each kernel and variant the registers and spilled bytes that the assembler reports, its
 shared memory, and of its innermost loops with matrix products the instructions of a warp and the
 multiply-adds of a block (in the order of the machine code).
+
+The compiler of Mosaic's kernels is part of JAX's CUDA plugin, which `make .venv/hopper` installs
+(without NVIDIA's libraries) outside the environment: inside, it would warn of the missing GPU at
+every `import jax`.
 """
 
 import argparse
+import contextlib
 import functools
+import importlib.util
+import io
+import itertools
+import os
+import pkgutil
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
-from ttcd_kernels import launch, machine_code, measure
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ttcd_kernels import launch, measure
 from ttcd_kernels.cases import OPS
 from ttcd_kernels.dual_window import mosaic_call
-from ttcd_kernels.machine_code import Compiled
+from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS, MOSAIC_TILES
 from ttcd_kernels.table import format_table
 
-from tests.machine_code import mosaic
-
+# Bytes of shared memory that a block may take.
+SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED_LIMIT |= {120: 99 << 10}
+REGISTERS = 65_536  # of a multiprocessor, hence of a block
+_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
 # Each compiles to one machine instruction.
 _TENSOR_CORES = re.compile(r"\b(?:(?:wgmma\.mma_async|mma)\.sync|tcgen05\.mma)")
 _SIZES = {"num_heads": 16, "num_kv_heads": 8, "teacher_window": 8192, "student_window": 4096}
+_COMPILER = Path(sys.prefix) / "hopper"
+# The facts of a GPU that the compiler needs: an H100's.
+_HOPPER = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 l2_cache_size: 52428800
+  device_memory_size: 84929347584 memory_bandwidth: 3352320000000
+}
+platform_name: "CUDA"
+"""
+
+
+class Compiled(NamedTuple):
+    """The resources of one kernel compiled to machine code."""
+
+    name: str
+    num_warps: int
+    registers: int  # per thread
+    spill_bytes: int  # per thread, stores and loads
+    shared_bytes: int
+    ptx: str
+    cubin: bytes
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         description="Resources of the kernels, compiled without a GPU.",
         allow_abbrev=False,
     )
-    parser.add_argument("--capability", type=int, choices=machine_code.SHARED_LIMIT, default=90)
+    parser.add_argument("--capability", type=int, choices=SHARED_LIMIT, default=90)
     parser.add_argument("--op", choices=OPS, nargs="+", default=list(OPS))
     parser.add_argument("--dtype", choices=launch.DTYPES, default="bfloat16")
     options = parser.parse_args(arguments)
@@ -45,9 +91,9 @@ def main(arguments: list[str] | None = None) -> None:
             case = case._replace(dtype=options.dtype)
             found += [(case.name, x) for x in compile_kernels(op, case, options.capability)]
         if op == "dual_window" and options.capability == mosaic_call.CAPABILITY:
-            reason = mosaic.unavailable()
+            reason = mosaic_unavailable()
             if reason is None:
-                found += [(name, x) for name, of in mosaic.compiled().items() for x in of]
+                found += [(name, x) for name, of in mosaic_kernels().items() for x in of]
             else:
                 print(f"without the Mosaic kernels: {reason}", file=sys.stderr)
     print(format_table([_row(name, kernel) for name, kernel in found]))
@@ -83,8 +129,67 @@ def compile_kernels(op: str, case: Any, capability: int) -> list[Compiled]:
     with launch.compiling_for(capability):
         *_, make = measure.directions(OPS[op], case).values()
         whole = make(OPS[op].implementations(case)["triton"])
-    launches = machine_code.launches(whole, OPS[op].operand_shapes(case), capability)
-    return [machine_code.compile_launch(x, capability) for x in launches]
+    found = launches(whole, OPS[op].operand_shapes(case), capability)
+    return [compile_launch(x, capability) for x in found]
+
+
+class Launch(NamedTuple):
+    """A kernel, its arguments (arrays, numbers), the constants of its compiler and the options of
+    `launch.launch`."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+def launches(
+    function: Callable[..., Any], operands: Sequence[Any], capability: int
+) -> list[Launch]:
+    """The launches of `function(*operands)` on a GPU of this capability, in order."""
+    found = []
+
+    def record(kernel: Any, *args: Any, **named: Any) -> list[jax.Array]:
+        options = {x: named.pop(x) for x in ("out_shape", "grid", "num_warps", "num_stages")}
+        found.append(Launch(kernel, args, named, options))
+        return [jnp.zeros(x.shape, x.dtype) for x in options["out_shape"]]
+
+    with launch.compiling_for(capability), mock.patch.object(launch, "launch", record):
+        jax.eval_shape(function, *operands)
+    return found
+
+
+def compile_launch(launched: Launch, capability: int) -> Compiled:
+    """Compiled as jax-triton does: arrays are aligned to 16 bytes, numbers that are 1 constants."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, constants, attributes = launched.kernel, dict(launched.constants), {}
+    signature = dict.fromkeys(kernel.arg_names, "constexpr")
+    arguments = *launched.arguments, *launched.options["out_shape"]
+    for index, (name, value) in enumerate(zip(signature, arguments, strict=False)):
+        if hasattr(value, "shape") and not isinstance(value, np.generic):
+            signature[name] = f"*{_TYPES[jnp.dtype(value.dtype).name]}"
+            attributes[index,] = [["tt.divisibility", 16]]
+        elif value == 1:
+            constants[name] = 1
+        else:
+            signature[name] = "i32" if isinstance(value, int) else "fp32"
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {name: launched.options[name] for name in ("num_warps", "num_stages")}
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as report,
+        tempfile.TemporaryDirectory() as folder,
+        knobs.cache.scope(),
+        knobs.nvidia.scope(),
+    ):
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True  # a cached one reports nothing
+        compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
+    counts = _registers_and_spills(report.getvalue())
+    code = compiled.metadata.shared, compiled.asm["ptx"], compiled.asm["cubin"]
+    return Compiled(kernel.__name__, options["num_warps"], *counts, *code)
 
 
 def tensor_core_instructions(kernel: Compiled) -> int:
@@ -126,6 +231,88 @@ def _multiply_adds(instruction: str, num_warps: int) -> int:
         return num_warps // 4 * int(group[1]) * int(group[2]) * int(group[3])
     warp = re.search(r"\bHMMA\.16(8)(8|16)\b", instruction)
     return num_warps * 16 * int(warp[1]) * int(warp[2]) if warp else 0
+
+
+def mosaic_unavailable() -> str | None:
+    """The reason why Mosaic's kernels cannot be compiled here; None if they can."""
+    plugins = importlib.util.find_spec("jax_plugins")
+    folders = [] if plugins is None else list(plugins.submodule_search_locations or [])
+    folders.append(str(_COMPILER / "jax_plugins"))
+    if any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(folders)):
+        return None
+    return "JAX's CUDA plugin is not installed: make .venv/hopper"
+
+
+@functools.cache
+def mosaic_kernels() -> dict[str, list[Compiled]]:
+    """By head dim and documents the kernels at 64K tokens, 16 query heads on 8 kv heads, windows
+    8192 and 4096: the forward, dq, dk and dv. Raises `RuntimeError` where they do not compile."""
+    dumps = {f"MOSAIC_GPU_DUMP_{name}": "1" for name in ("PTX", "PTXAS", "RESOURCES")}
+    machine = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": ""}
+    paths = [os.environ.get("PYTHONPATH"), str(_COMPILER), str(Path(__file__).parents[2])]
+    machine["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    script = "from tests.machine_code.__main__ import compile_mosaic; compile_mosaic()"
+    process = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | dumps | machine,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if process.returncode:
+        raise RuntimeError(f"compiling failed: {process.stderr[-3000:]}")
+    if "wgmma.mma_async instructions are serialized" in process.stdout:
+        raise RuntimeError("the assembler makes every product wait")
+    reports = re.split(r"^Resources\(", process.stdout, flags=re.MULTILINE)[1:]
+    kernels = itertools.batched(map(_compiled, reports), 3)
+    return {case.name: [*x] for case, x in zip(_mosaic_cases(), kernels, strict=True)}
+
+
+def _compiled(report: str) -> Compiled:
+    (name,) = set(re.findall(r"Compiling entry function '(\w+)' for 'sm_90a'", report))
+    shared = re.findall(r"smem_scratch_bytes=(\d+)", report)[0]
+    warps = 4 * (COMPUTE_WARPGROUPS + 1)
+    return Compiled(name, warps, *_registers_and_spills(report), int(shared), report, b"")
+
+
+def _registers_and_spills(report: str) -> tuple[int, int]:
+    """By the assembler's report of a kernel."""
+    registers = re.findall(r"Used (\d+) registers", report)[0]
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    assert len(spills) >= 2, report[-3000:]
+    return int(registers), sum(map(int, spills[:2]))
+
+
+def _mosaic_cases() -> list[Any]:
+    return [case for case in cases("dual_window") if case.head_dim in MOSAIC_TILES]
+
+
+def compile_mosaic() -> None:
+    """Compiles all variants in this process, which prints the compiler's dumps (MOSAIC_GPU_DUMP_*),
+    for a described GPU."""
+    from jax.experimental import topologies
+
+    described = {"platform": "cuda", "target_config": _HOPPER, "topology": "1x1x1"}
+    device = topologies.get_topology_desc("hopper", **described).devices[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+
+    def operand(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, 65_536, *shape), dtype, sharding=sharding)
+
+    for case in _mosaic_cases():
+        q, k = operand(case.num_heads, case.head_dim), operand(case.num_kv_heads, case.head_dim)
+        row = operand(case.num_heads, dtype=jnp.float32)
+        ids = operand(dtype=jnp.int32) if case.has_documents else None
+        windows, of_bands = case.windows, (q, row, row, q, row, row)
+        backward = functools.partial(mosaic_call.launch_backward, windows)
+        with launch.compiling_for(90):
+            for function, more in (
+                (functools.partial(mosaic_call.launch_forward, windows), ()),
+                (lambda *arrays, run=backward: run(*arrays)[0], of_bands),  # a kernel per program
+                (lambda *arrays, run=backward: run(*arrays)[1:], of_bands),
+            ):
+                traced = jax.jit(function).trace(q, k, k, ids, *more)
+                traced.lower(lowering_platforms=("cuda",)).compile()
 
 
 if __name__ == "__main__":

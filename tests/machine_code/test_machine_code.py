@@ -1,8 +1,9 @@
 """Machine code of the kernels, compiled without a GPU: registers, spills, shared memory, loops.
 
-Of the GPUs that share rows of a table (tests/kernels/test_tune.py) 8.9 has the least shared memory:
-every row is compiled for it, the largest head and that with documents for the others. The code of
-a head of 96 is that of 80 but for the constant of a mask: 80 is compiled for 8.9, 96 for 9.0.
+Of the GPUs that share rows of a table (tests/kernels/test_tools.py) 8.9 has the least shared
+memory: every row is compiled for it, the largest head and that with documents for the others. The
+code of a head of 96 is that of 80 but for the constant of a mask: 80 is compiled for 8.9, 96 for
+9.0.
 """
 
 import itertools
@@ -10,11 +11,9 @@ import itertools
 import pytest
 from ttcd_kernels.decode import tuning as decode_tuning
 from ttcd_kernels.dual_window import tuning as dual_window_tuning
-from ttcd_kernels.machine_code import REGISTERS, SHARED_LIMIT
 
 from tests.machine_code import __main__ as machine_code
-from tests.machine_code import mosaic
-from tests.machine_code.__main__ import cases, compile_kernels, loops, tensor_core_instructions
+from tests.machine_code.__main__ import REGISTERS, SHARED_LIMIT, cases, compile_kernels
 
 ATTENTION = ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
 CODE = {x.name: x for x in cases("dual_window") if x.head_dim == 64 or not x.has_documents}
@@ -50,7 +49,7 @@ def test_attention_fits_spills_nothing_in_the_forward_and_computes_no_product_tw
     assert [kernel.name for kernel in kernels] == ATTENTION
     for kernel, bound in zip(kernels, SPILLED[dtype], strict=True):
         assert kernel.spill_bytes <= bound
-        assert tensor_core_instructions(kernel) > 0
+        assert machine_code.tensor_core_instructions(kernel) > 0
         # The tiles of float32 are those of every GPU.
         _fits(kernel, 89 if dtype == "float32" else capability)
     if dtype == "bfloat16" and capability == 90 and name in INSTRUCTIONS:
@@ -58,20 +57,22 @@ def test_attention_fits_spills_nothing_in_the_forward_and_computes_no_product_tw
         tiles = dual_window_tuning.tuning_for(90, head_dim, 2)
         rows = zip(kernels, tiles, (2, 3, 4), INSTRUCTIONS[name], strict=True)
         for kernel, tile, products, bound in rows:
-            pairs, found = tile.block_m * tile.block_n, loops(kernel)
+            pairs, found = tile.block_m * tile.block_n, machine_code.loops(kernel)
             assert kernel.num_warps == 8
             assert min(count for count, _ in found) * 4096 / pairs <= bound
             assert {multiply_adds for _, multiply_adds in found} == {products * pairs * head_dim}
 
 
-@pytest.mark.skipif(mosaic.unavailable() is not None, reason=str(mosaic.unavailable()))
+@pytest.mark.skipif(
+    machine_code.mosaic_unavailable() is not None, reason=str(machine_code.mosaic_unavailable())
+)
 def test_mosaic_multiplies_by_warpgroups_and_spills_no_more():
     spilled = {  # bytes of each kernel
         **{"D64": (0, 96, 32), "D64 documents": (0, 264, 40)},
         **{"D128": (116, 0, 104), "D128 documents": (340, 0, 524)},
     }
-    assert mosaic.compiled().keys() == spilled.keys()
-    for name, kernels in mosaic.compiled().items():
+    assert machine_code.mosaic_kernels().keys() == spilled.keys()
+    for name, kernels in machine_code.mosaic_kernels().items():
         assert [kernel.name for kernel in kernels] == [f"{x}_mosaic_gpu_kernel" for x in ATTENTION]
         head_dim = CODE[name.split()[0]].head_dim
         # Two bands of two loops. An instruction sums over 16 numbers of the head or, in the values
@@ -117,7 +118,7 @@ def test_decode_is_two_kernels_without_spills(name, capability, changes):
     if capability != 90:
         _fits(kernel, capability)
     if not changes:
-        assert tensor_core_instructions(kernel) > 0
+        assert machine_code.tensor_core_instructions(kernel) > 0
         # Two programs share a multiprocessor (of data centres: 8.0 has the rows of 8.9), with two
         # tiles of K and V each under way.
         tile = 2 * case.head_dim * decode_tuning.tuning_for(capability, case.head_dim, 2)[0].block_n

@@ -14,7 +14,7 @@ from small_models import config_of
 
 from experiments.cli import parse_options
 from ttcd_jax.config import Positive
-from ttcd_jax.errors import DataError, NonFiniteError
+from ttcd_jax.errors import DataError, NonFiniteError, UserError
 from ttcd_jax.files import write_json
 from ttcd_jax.measure.results import evaluate, merged, read_all_results, read_results, task_sections
 from ttcd_jax.measure.task import RowTask, Subject, find_task, register, row_scores
@@ -100,19 +100,16 @@ def test_rows_are_scored_in_batches_and_none_counts_twice(toy, result, tmp_path)
     assert len(toy(max_rows=2).rows(subject)["tokens"]) == 2
 
 
-def test_measures_that_are_not_finite_are_refused(toy, tmp_path, monkeypatch):
-    monkeypatch.setattr(toy, "measure", lambda *_: [Half("first", 1, float("nan"))])
-    words, subject = "task halves: loss of mine, | is nan at step 7", _subject(tmp_path, "mine")
-    refused(words, evaluate, toy(), subject, 7, error=NonFiniteError)
-    monkeypatch.setattr(toy, "measure", lambda *_: [])
-    refused("task halves finds nothing to measure", evaluate, toy(), subject, 7)
-    assert not list(tmp_path.rglob("results.json"))
-
-
 def test_records_are_of_the_task_in_numbers_of_python_one_of_a_bucket(toy, tmp_path, monkeypatch):
     subject, record = _subject(tmp_path, "mine"), Half(np.int64(3), jnp.asarray(2), np.float32(0.5))
-    monkeypatch.setattr(toy, "measure", lambda *_: [tuple(record)])
-    refused("task halves measures |: return a list of Half", evaluate, toy(), subject, 7)
+    for records, words, error in (
+        ([tuple(record)], "task halves measures |: return a list of Half", UserError),
+        ([Half("a", 1, np.nan)], "task halves: loss of mine, | is nan at step 7", NonFiniteError),
+        ([], "task halves finds nothing to measure", UserError),
+    ):
+        monkeypatch.setattr(toy, "measure", lambda *_, records=records: records)
+        refused(words, evaluate, toy(), subject, 7, error=error)
+    assert not list(tmp_path.rglob("results.json"))
     monkeypatch.setattr(toy, "measure", lambda *_: iter([record]))
     found = read_results(evaluate(toy(), subject, 7).write() / "results.json")
     assert found.series["mine, off (eta = 0)"] == [Half(3, 2, 0.5)]
@@ -124,11 +121,14 @@ def test_results_are_written_read_and_reported(toy, result, tmp_path):
     folder = result.write()
     assert {path.name for path in folder.iterdir()} == {"results.json", "results.csv", "halves.png"}
     assert (folder / "halves.png").read_bytes().startswith(b"\x89PNG")
-    first = result.series["mine, fast weights on"][0]
-    line = f'"mine, fast weights on",first,{NUM_ROWS},{first.loss}'
+    records = result.series["mine, fast weights on"]
+    line = f'"mine, fast weights on",first,{NUM_ROWS},{records[0].loss}'
     assert (folder / "results.csv").read_text().splitlines()[:2] == ["series,half,rows,loss", line]
     run_dir = folder.parents[1]
     assert read_all_results([run_dir]) == {"mine": [result]}
+    other, cut = (dataclasses.replace(result, series={"other": x}) for x in (records, records[:1]))
+    assert [*merged([result, other]).series] == [*result.series, "other"]
+    refused("other buckets", merged, [result, cut])
     (section,) = task_sections({"mine": [result]}, tmp_path)
     assert section.title == toy.title
     losses = {name: records[0].loss for name, records in result.series.items()}
@@ -232,13 +232,6 @@ def test_a_refusal_names_both_results_where_they_lie_now(result, tmp_path):
     folders = [str(run_dir / "eval" / name) for name in ("halves.mine", "halves.other")]
     words = "|".join((*folders, "same options and text, or remove one"))
     refused(words, task_sections, read_all_results([run_dir]), tmp_path)
-
-
-def test_runs_share_a_table_when_their_buckets_are_the_same(toy, result):
-    records = result.series["mine, fast weights on"]
-    other, cut = (dataclasses.replace(result, series={"other": x}) for x in (records, records[:1]))
-    assert [*merged([result, other]).series] == [*result.series, "other"]
-    refused("other buckets", merged, [result, cut])
 
 
 def test_options_are_those_of_the_task(toy):

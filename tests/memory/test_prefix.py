@@ -47,9 +47,7 @@ def _documents(*lengths) -> jax.Array:
 
 # name: (tokens, documents or none, eta, chunks per block)
 CASES = {
-    "one document, whole blocks": (18, None, 0.3, 3),
     "one document, ragged everywhere": (20, None, 0.3, 3),
-    "one chunk": (3, None, 0.3, 4),
     "less than a chunk": (2, None, 0.3, 4),
     "documents": (21, (7, 2, 8, 4), 0.3, 3),
     "documents shorter than a chunk, ragged": (20, (1, 1, 9, 1, 8), 0.3, 2),

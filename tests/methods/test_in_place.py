@@ -327,13 +327,8 @@ def test_distances_to_the_teacher_are_those_of_the_definition(name, float64):
     assert_close(y, jax.jit(module.remember)(x, t, jnp.asarray(TWO_ROWS))[0])
 
 
-def test_without_a_rate_or_a_gap_no_distance_changes(float64):
-    x, t = draw(1, (2, 14, D), (2, 14, D))
-    for name in ("plain", "ideal"):
-        _, found = _measured(_module(name, eta=0.0), x, t)
-        assert_close(found.on, found.off)
-        assert found.off.min() > 0
-        assert not found.change.max() > 1e-12
+def test_without_a_gap_nothing_is_moved(float64):
+    (x,) = draw(1, (2, 14, D))
     _, found = _measured(_module("ideal"), x, x)
     assert not found.off.any()
     assert found.on.max() < 1e-14

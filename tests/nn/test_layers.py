@@ -1,38 +1,24 @@
-"""Layers without a memory. What they compute is compared with the reference (tests/parity), the
-scalings of positions with transformers (tests/interop), their reach in tests/models."""
+"""Layers without a memory. What they compute is compared with the reference (tests/parity), other
+scalings of positions with transformers (tests/interop); their reach is in tests/models."""
+
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from checks import TWO_ROWS, assert_close, assert_narrow, draw, randomize
+from checks import assert_close, assert_narrow, draw, randomize
 from flax import nnx
 from small_models import small_attention
 
-from ttcd_jax import DualWindowAttention, DualWindowConfig, MLPConfig, RopeConfig
+from ttcd_jax import MLPConfig, RopeConfig
 from ttcd_jax.nn.attention import Attention
 from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.mlp import SwiGLU
-from ttcd_jax.nn.rope import rotate
+from ttcd_jax.nn.rope import YarnConfig, pair_frequencies, rotate
 from ttcd_jax.precision import Precision
 
 T, D = 10, 6
-
-
-@pytest.mark.parametrize("teacher", [5, None])
-def test_outputs_are_those_of_two_attentions_with_these_weights(teacher, float64):
-    config = DualWindowConfig(attention=small_attention(window=teacher), student_window=2)
-    dual = randomize(DualWindowAttention, config)
-    (h,) = draw(1, (*TWO_ROWS.shape, D))
-    ids = jnp.asarray(TWO_ROWS)
-
-    def single(window):
-        config = dual.config.replace(window=window)
-        attention = nnx.eval_shape(lambda: Attention(config, rngs=nnx.Rngs(0)))
-        nnx.update(attention, nnx.state(dual, nnx.Param))
-        return jax.jit(attention)(h, None, ids)
-
-    ours = jax.jit(dual)(h, None, ids)
-    assert_close(tuple(ours), (single(teacher), single(2)))
 
 
 @pytest.mark.parametrize(
@@ -62,3 +48,19 @@ def test_bfloat16_rounds_results_alone(run, shapes):
     narrow = run(*inputs)
     assert narrow.dtype == jnp.bfloat16
     assert_close(narrow, run(*(x.astype(jnp.float32) for x in inputs)), 2**-8)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "base", "factor", "original"), [(64, 1e4, 4.0, 2048), (128, 1e6, 8.0, 32768)]
+)
+def test_yarn_follows_its_formula(head_dim, base, factor, original):
+    """A ramp between pairs, rounded outward to whole ones as in Hugging Face; the small heads whose
+    logits are compared with transformers have none."""
+    pair, cycle = np.arange(head_dim // 2), original / (2 * math.pi)
+    fast, slow = (head_dim * math.log(cycle / turns, base) / 2 for turns in (32, 1))
+    share = np.interp(pair, [math.floor(fast), math.ceil(slow)], [0, 1])
+    yarn = YarnConfig(factor=factor, original_length=original)
+    frequency, magnitude = pair_frequencies(RopeConfig(base=base, yarn=yarn), head_dim)
+    expected = base ** (-2 * pair / head_dim) * (1 - share + share / factor)
+    np.testing.assert_allclose(frequency, expected, rtol=1e-6)
+    assert magnitude == pytest.approx(0.1 * math.log(factor) + 1)

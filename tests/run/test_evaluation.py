@@ -17,6 +17,7 @@ from small_models import config_of, run_config
 from experiments import cli
 from ttcd_jax import Precision, RunConfig, Transformer
 from ttcd_jax.run.bindings import load_config
+from ttcd_jax.run.config import upgraded
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
 from ttcd_jax.run.training import _Signals
@@ -83,7 +84,9 @@ def test_evaluations_are_tasks_with_options_and_those_that_do_not_fit_are_refuse
     config = loaded("(@Recall(), @Perplexity())", "Recall.max_rows=7")
     tasks = [(task.name, task.max_rows) for task in config.evaluations]
     assert tasks == [("recall", 7), ("ppl", 512)]
-    assert RunConfig.from_dict(config.to_dict()) == config
+    stored = config.to_dict()
+    stored["evaluations"][0]["data"] = None  # an option of tasks once
+    assert RunConfig.from_dict(upgraded(stored)) == config
     refused("did you mean 'Perplexity'", loaded, "(@Perplexty(),)")
     twice = (Recall(), Recall(max_rows=3))
     refused("has tasks recall, recall", lambda: CONFIG.replace(evaluations=twice))

@@ -4,14 +4,11 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from checks import refused
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from ttcd_jax.axes import LOGICAL_AXES, param
-from ttcd_jax.data.pipeline import Batches
-from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
+from ttcd_jax.axes import LOGICAL_AXES
 from ttcd_jax.sharding import rules
 from ttcd_jax.sharding.batch import Placement
 from ttcd_jax.sharding.mesh import AXES, MeshConfig, build_mesh
@@ -86,13 +83,6 @@ def test_names_become_mesh_axes_by_a_table_that_knows_every_logical_axis_and_no_
     assert rules.spec(("batch", "length"), cut) == PartitionSpec("fsdp", None)
 
 
-def test_without_a_mesh_nothing_is_moved():
-    x = jnp.ones((2, 3))
-    assert rules.constrain(x, "batch", None) is x
-    assert rules.gathered(param(x, ("embed", "mlp")), jnp.bfloat16) is x
-    assert not rules.is_distributed()
-
-
 B = 8
 
 
@@ -107,14 +97,9 @@ B = 8
     ],
 )
 def test_processes_make_the_rows_of_their_devices(sizes, expected):
-    source = RecallRows(RecallConfig(num_slots=9, num_keys=4, num_values=4), seed=0, num_rows=3 * B)
     for process, own in enumerate(expected):
         mesh = build_mesh(MeshConfig(**sizes), [_Device(number, process) for number in range(8)])
-        rows = Placement(mesh, batch_size=B, length=16).rows
-        assert rows == own
-        batches = Batches(source, batch_size=B, rows=rows)
-        expected_rows = [source[B + row]["tokens"] for row in own]
-        np.testing.assert_array_equal(batches.at(1)["tokens"], expected_rows)
+        assert Placement(mesh, batch_size=B, length=16).rows == own
 
 
 def test_what_does_not_divide_is_refused_with_both_numbers():

@@ -8,6 +8,7 @@ import pytest
 from devices import elsewhere
 from small_models import run_config
 
+from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.sources import TextConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.precision import Precision
@@ -65,7 +66,7 @@ def traffic(method):
     model = config(method, precision=Precision(), remat="dots", scans_layers=True)
     mesh, found = mesh_of("1x1x8x1"), []
     for length in (256, 512):
-        data = TextConfig(corpus="a folder", tokenizer=TokenizerConfig(), seq_len=length)
+        data = TextConfig(corpus=CorpusConfig(), tokenizer=TokenizerConfig(), seq_len=length)
         run = run_config(model, data=data, batch_size=B, loss_rows=16, accumulation_steps=1)
         with jax.set_mesh(mesh):
             found.append(sent(Program(run, mesh).step().compile().as_text()))

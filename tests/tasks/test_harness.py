@@ -20,7 +20,6 @@ from small_models import byte_model
 from tiny_run import save_text_model
 
 from experiments import harness
-from experiments.cli import parse_options
 from experiments.harness import RunLM
 from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
 from ttcd_jax.errors import DataError, UserError
@@ -33,6 +32,7 @@ from ttcd_jax.run.directory import load_run
 from ttcd_jax.tasks.harness import Harness, Score
 
 BOS, LONGEST = ByteTokenizer.bos_id, 384
+RULER = str(Path(lm_eval.tasks.__file__).with_name("ruler"))  # all folders take seconds
 MODEL = byte_model(
     init_std=0.5, has_tied_head=False, memory=MemoryConfig(chunk_size=4, output="teacher_raw")
 )
@@ -409,16 +409,13 @@ def test_the_command_of_the_harness_runs_a_run(folder, four, scorer, monkeypatch
         ("arc_easy", {"data": "/nowhere"}, "--data=/nowhere is no folder"),
         ("arc_easy", {"include_path": "/nowhere"}, "include_path=/nowhere is no folder"),
         ("arc_easy", {"num_fewshot": 1}, "arc_easy: 1 examples would be among"),
+        ("arc_easy", {"data": None}, "cannot build arc_easy (ConnectionError: Couldn't reach"),
+        ("ruler", {"include_path": RULER}, "cannot build ruler |RULER| by evaluate --task=ruler, "),
     ],
 )
-def test_tasks_refused(folder, name, options, words):
+def test_tasks_refused(folder, name, options, words, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)  # between tries to be online
     refused(words, load_tasks, [name], **{"data": str(folder)} | options)
-
-
-def test_tasks_that_are_ours_name_our_commands():
-    path = str(Path(lm_eval.tasks.__file__).with_name("ruler"))  # all folders take seconds
-    words = "cannot build ruler |; RULER | --task=ruler, |--task=babilong --form=harness"
-    refused(words, load_tasks, ["ruler"], include_path=path)
 
 
 @pytest.mark.parametrize(
@@ -436,17 +433,6 @@ def test_damaged_data_is_refused(tmp_path, name, line, words):
     for split in ("test", "validation"):
         (tmp_path / f"{name}_{split}.jsonl").write_text(line)
     refused(words, load_tasks, [name], data=str(tmp_path), error=DataError)
-
-
-def test_the_options_of_the_task_are_checked(folder):
-    for option, words in [
-        ("--limit=0", "limit 0 must be a number from 1, or a share below 1"),
-        ("--limit=2.5", "limit 2.5 must be a number from 1"),
-        ("--num_fewshot=-1", "num_fewshot -1 must be at least 0"),
-    ]:
-        refused(words, parse_options, Harness, "task harness", [option])
-    words = "cannot build arc_easy (ConnectionError: Couldn't reach 'allenai/ai2"
-    refused(words, load_tasks, ["arc_easy"])
 
 
 def test_without_lm_eval_the_remedy_is_named(folder, monkeypatch):

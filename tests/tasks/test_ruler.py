@@ -311,23 +311,22 @@ def test_tables_have_the_averages_of_what_is_given():
 
 
 def test_pictures_are_lines_and_heat_maps(tmp_path, monkeypatch):
-    drawn = {}
-    for name in ("plot_lines", "plot_heat_map"):
-        draw = lambda path, name=name, **facts: drawn.update({name: facts})  # noqa: E731
-        monkeypatch.setattr(f"ttcd_jax.tasks.ruler.task.{name}", draw)
+    drawn, module = {}, "ttcd_jax.tasks.ruler.task"
+    monkeypatch.setattr(f"{module}.plot_lines", lambda path, **facts: drawn.update(facts))
+    monkeypatch.setattr(f"{module}.plot_depths", lambda path, *facts: drawn.update(depths=facts))
     series = {"on": [_record("niah_single_1", x, 80, y) for x in (4096, 8192) for y in (0, 99.9)]}
     series["on"].append(_record("niah_single_2", 8192, 20, 0))
     pictures = Ruler.pictures(tmp_path, series, None)
     assert [picture.path.name for picture in pictures] == ["ruler.png", "depth.png"]
-    assert drawn["plot_lines"]["series"] == {"on": ([4096, 8192], [80, 80])}  # of the shared task
+    assert drawn["series"] == {"on": ([4096, 8192], [80, 80])}  # of the shared task
     assert "length (1)" in pictures[0].sentence
-    assert drawn["plot_heat_map"]["x"] == ["4K", "8K"]
-    rows = drawn["plot_heat_map"]["panels"]["on"]
-    assert (rows[0], rows[4], rows[9]) == ([80, 50], [None, None], [80, 80])
+    lengths, panels = drawn["depths"]
+    rows = [panels["on"][i] for i in (0, 4, 9)]
+    assert (lengths, rows) == ([4096, 8192], [[80, 50], [None, None], [80, 80]])
     others = {"on": [_record("vt", 4096, 9)], "off": [_record("fwe", 4096, 8)]}
     (only,) = Ruler.pictures(tmp_path, others, None)
     assert only.path.name == "ruler.png"
-    assert drawn["plot_lines"]["series"] == {"on": ([4096], [None]), "off": ([4096], [None])}
+    assert drawn["series"] == {"on": ([4096], [None]), "off": ([4096], [None])}
 
 
 def test_runs_with_other_tasks_share_a_table_but_not_with_other_samples():

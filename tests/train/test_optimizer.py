@@ -50,7 +50,13 @@ def test_every_parameter_of_a_model_has_its_group_by_its_own_dimensions():
     for group, names in blocks.items():
         for block, its_names in enumerate(names):
             expected |= dict.fromkeys((f"group_0/block_{block}/{x}" for x in its_names), group)
-    assert by_name(parameter_groups(logical_axes(MODEL))) == expected
+    axes = logical_axes(MODEL)
+    assert by_name(parameter_groups(axes)) == expected
+    mixer, mlp = (axes["group_0"]["block_0"][name] for name in ("mixer", "mlp"))
+    assert axes["embedding"] == ("vocab", "embed")
+    assert mixer["key"] == ("layers", "embed", "kv_heads")
+    assert mlp["down"] == ("layers", "mlp", "embed")
+    assert mlp["teacher_conv"] == ("layers", "taps", "mlp")
     assert group_of(("layers", "fast_heads", "embed", "mlp")) == "muon"
     assert group_of(("layers", "vocab", "embed")) == "adamw"
 

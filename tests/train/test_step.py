@@ -13,7 +13,6 @@ from small_models import RECALL, config_of
 from ttcd_jax import MemoryConfig, Precision
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.synthetic.recall import RecallRows
-from ttcd_jax.errors import NonFiniteError
 from ttcd_jax.train import bad_steps
 from ttcd_jax.train import step as step_module
 from ttcd_jax.train.bad_steps import fault, judged, no_skips
@@ -50,9 +49,8 @@ def _batch(step=0):
     return {name: jnp.asarray(BATCHES.at(step)[name]) for name in FIELDS}
 
 
-@pytest.mark.parametrize("remat", ["none", "block"])
-def test_accumulation_keeps_one_copy_of_the_gradients(remat):
-    sizes = {"dim": 32, "mlp_dim": 128, "num_layers": 12, "remat": remat}
+def test_accumulation_keeps_one_copy_of_the_gradients():
+    sizes = {"dim": 32, "mlp_dim": 128, "num_layers": 12, "remat": "block"}
     model = MODEL.replace(method="swa", fast_layers=(), memory=None, **sizes)
     state = jax.eval_shape(lambda: state_of(optax.sgd(1.0), init_params(model, 0)))
 
@@ -76,40 +74,43 @@ def test_a_step_that_is_not_finite_or_has_no_target_changes_nothing():
     assert fault(jax.device_get(metrics)) == "loss is nan, as no target of the batch counts"
 
 
-def _loop(state, step, batches=BATCHES, every=(1, 1), **options):
-    """(step that the loop returns or error, steps whose metrics and state it reports)."""
-    seen, saved = [], []
-    options |= {"on_metrics": [MetricCallback(every[0], lambda step, metrics: seen.append(step))]}
-    options |= {"on_state": [StateCallback(every[1], lambda step, state: saved.append(step))]}
-    try:
-        done = train(state, step, batches, **options, is_stopping=lambda step: len(seen) == 2)[1]
-    except NonFiniteError as error:
-        done = str(error)
-    return done, seen, saved
+def _stop(*bad):
+    raise AssertionError(bad)
 
 
 @pytest.mark.parametrize(
     ("start", "steps", "every", "expected"),
     [
-        (2, 9, (2, 4), (7, [4, 6], [4, 7])),  # stopped after two reports
-        (0, 3, (100, 100), (3, [3], [3])),  # the last step is always reported and saved
+        (2, 9, (2, 4), (7, "m4 s4 m6 s7")),  # stopped after two reports
+        (0, 3, (100, 100), (3, "m3 s3")),  # the last step is always reported and saved
     ],
 )
-def test_the_loop_reports_every_step_once_and_stops_when_asked(start, steps, every, expected):
-    assert _loop(*_step(), every=every, start=start, steps=steps) == expected
+def test_the_loop_reports_every_step_before_its_state_and_stops_when_asked(
+    start, steps, every, expected
+):
+    seen = []
+    calls = {
+        "on_metrics": [MetricCallback(every[0], lambda step, metrics: seen.append(f"m{step}"))],
+        "on_state": [StateCallback(every[1], lambda step, state: seen.append(f"s{step}"))],
+        "is_stopping": lambda step: sum("m" in x for x in seen) == 2,
+    }
+    _, done = train(*_step(), BATCHES, start=start, steps=steps, on_bad=_stop, **calls)
+    assert (done, " ".join(seen)) == expected
 
 
-def test_the_loop_stops_at_a_loss_that_is_not_finite_and_saves_nothing_after_it():
-    state, step = _step()
+def test_the_loop_reports_the_time_that_it_waits_for_batches():
+    class Slow:
+        def iterate(self, start, count):
+            for step, batch in BATCHES.iterate(start, count):
+                time.sleep(0.05)
+                yield step, batch
 
-    def poisoned(state, batch):
-        new, metrics = step(state, batch)
-        poison = jnp.where(new["step"] == 2, jnp.nan, 0.0)
-        return new, metrics | {"loss": metrics["loss"] + poison}
-
-    error, seen, saved = _loop(state, jax.jit(poisoned), start=0, steps=6)
-    assert "loss is nan at step 2" in error
-    assert (saved, seen) == ([1], [1])
+    seen = []
+    watch = MetricCallback(1, lambda step, metrics: seen.append(metrics["data_seconds"]))
+    train(*_step(), Slow(), start=0, steps=4, on_bad=_stop, on_metrics=[watch])
+    # Metrics are one step late: those of step n come after the batch of step n + 1.
+    assert all(x >= 0.05 * n for n, x in zip((2, 3, 4, 4), seen, strict=True))
+    assert seen == sorted(seen)
 
 
 def _judge(norms, factor=2.0):
@@ -157,18 +158,3 @@ def test_a_skipped_step_changes_no_array_but_its_counts(monkeypatch, parts, kind
     good, metrics = step(after, batch)
     assert not metrics["is_skipped"]
     assert_same(good["params"], step(state, batch)[0]["params"])
-
-
-def test_the_loop_reports_the_time_that_it_waits_for_batches():
-    class Slow:
-        def iterate(self, start, count):
-            for step, batch in BATCHES.iterate(start, count):
-                time.sleep(0.05)
-                yield step, batch
-
-    seen = []
-    watch = MetricCallback(1, lambda step, metrics: seen.append(metrics["data_seconds"]))
-    train(*_step(), Slow(), start=0, steps=4, on_metrics=[watch])
-    # Metrics are one step late: those of step n come after the batch of step n + 1.
-    assert all(x >= 0.05 * n for n, x in zip((2, 3, 4, 4), seen, strict=True))
-    assert seen == sorted(seen)

@@ -6,19 +6,13 @@ import hashlib
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from absl import logging
 
 from ttcd_jax import units
 from ttcd_jax.config import Bound, Config, NonNegative
-from ttcd_jax.data.documents import (
-    Document,
-    LeftOut,
-    holds_many,
-    read_documents,
-    with_companions,
-)
+from ttcd_jax.data.documents import Document, LeftOut, holds_many, read_documents, with_companions
 from ttcd_jax.errors import DataError, UserError
 
 Split = Literal["train", "validation"]
@@ -159,7 +153,7 @@ def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
                 "--output=DIR) and name them (RecordsConfig.paths)"
             )
     if not documents:
-        raise empty_split(config, split)
+        raise EmptySplitError.of(config, split)
     return documents
 
 
@@ -172,14 +166,13 @@ def input_bytes(config: CorpusConfig, splits: tuple[Split, ...] = SPLITS) -> int
 class EmptySplitError(DataError):
     """A split without documents."""
 
-
-def empty_split(config: CorpusConfig, split: Split) -> EmptySplitError:
-    """The error for a split without documents."""
-    where = sysconfig.get_paths()["stdlib"] if config.path is None else config.path
-    return EmptySplitError(
-        f"the {split} split of {where} is empty (validation_percent="
-        f"{config.validation_percent}); add text, or give a folder with train/ and validation/"
-    )
+    @classmethod
+    def of(cls, config: CorpusConfig, split: Split) -> Self:
+        where = sysconfig.get_paths()["stdlib"] if config.path is None else config.path
+        return cls(
+            f"the {split} split of {where} is empty (validation_percent="
+            f"{config.validation_percent}); add text, or give a folder with train/ and validation/"
+        )
 
 
 def _drawn_split(config: CorpusConfig, document: Document) -> Split:
@@ -217,10 +210,10 @@ def _input_files(
     if num_held_out and (has_splits or not path.is_dir()):
         raise DataError(f"{path} has no files to hold out: it is one file or has its own splits")
     if has_splits:
-        parts = [(split, _folder_files(path, split, config.glob)) for split in splits]
-        return [(split, *file) for split, files in parts for file in files.items()]
-    found = _folder_files(path, ".", config.glob) if path.is_dir() else {path.name: path}
-    files = list(found.items())
+        found = {split: _folder_files(path, split, config.glob) for split in splits}
+        return [(split, *file) for split in splits for file in found[split].items()]
+    named = _folder_files(path, ".", config.glob) if path.is_dir() else {path.name: path}
+    files = list(named.items())
     if (first := len(files) - num_held_out) < 1:
         raise DataError(f"{path} has {len(files)} files: {num_held_out} cannot be held out")
     if not num_held_out:

@@ -1,5 +1,5 @@
-"""Documents as rows of T tokens, by index: packed for training, cut at the ends of rows or best-fit
-where they are not; one per row for evaluation.
+"""Documents as token ids, in memory or memory-mapped; their rows of T tokens, by index: packed for
+training, cut at the ends of rows or best-fit where they are not; one per row for evaluation.
 
 A document becomes bos + tokens + eos. A row is a dict of arrays [T]:
 
@@ -12,19 +12,70 @@ A document becomes bos + tokens + eos. A row is a dict of arrays [T]:
 """
 
 import bisect
+import contextlib
+import dataclasses
+import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ttcd_jax.data.documents import Document
-from ttcd_jax.data.records import TokenRecords, token_dtype
 from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError
 from ttcd_jax.tokens import check_tokens
 
 Row = dict[str, np.ndarray]
+AGAIN = "copy it again, or prepare it anew (experiments.prepare_data)"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """uint16 if it holds every id, else uint32."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenRecords:
+    """Tokenized documents: `shards` of ids [tokens], and int64 `starts` [documents + 1], the offset
+    of each document in the concatenated shards, and the end. `where` names them in errors, `files`
+    are those of memory-mapped shards, with their sizes. `samples_are_rows`: every document is one
+    whole row. `num_files`: of the text, if it was read from files just now."""
+
+    shards: Sequence[np.ndarray]
+    starts: np.ndarray
+    _: dataclasses.KW_ONLY
+    eos_id: int
+    where: str = "the corpus"
+    files: Sequence[tuple[Path, int]] = ()
+    samples_are_rows: bool = False
+    num_files: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum([shard.size for shard in self.shards])
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Tokens of each document, bos and eos included, int64 [documents]."""
+        return np.diff(self.starts)
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Ids [stop - start] of the tokens `start` to `stop` of a document. Raises `DataError` for
+        a mapped file that was cut: reading it would kill the process."""
+        first = self.starts[document]
+        shard = np.searchsorted(self._ends, first, side="right")
+        if self.files:
+            path, num_bytes = self.files[shard]
+            with contextlib.suppress(FileNotFoundError):  # unlinked: the mapping has its content
+                if (size := path.stat().st_size) < num_bytes:
+                    raise DataError(f"{path} was cut to {size} of {num_bytes} bytes; {AGAIN}")
+        offset = first - self._ends[shard] + self.shards[shard].size
+        return self.shards[shard][offset + start : offset + stop]
 
 
 def encode_documents(
@@ -44,7 +95,6 @@ def encode_documents(
     return TokenRecords(
         [np.frombuffer(ids, dtype)],
         np.array(starts),
-        vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
         num_files=len({re.sub(r":\d+$", "", document.name) for document in documents}),
     )

@@ -160,21 +160,18 @@ class RecordsConfig(WeightedConfig):
     mean length. `packing` "best_fit": no document is cut that fits into a row.
     """
 
-    paths: str | tuple[str, ...]
+    paths: Annotated[str | tuple[str, ...], Bound("one or more", bool)]
     folders: tuple[str, ...] = ()
     weights_per: Literal["token", "document"] = "token"
     packing: Packing = "concatenate"
 
     def validate(self) -> None:
-        paths = self._paths
-        if not all(paths) or not paths:
-            raise UserError(f"RecordsConfig.paths {self.paths!r} names no folder; name one or more")
-        if self.folders and len(paths) > 1:
+        if self.folders and len(self._paths) > 1:
             raise UserError(
                 f"RecordsConfig.folders {self.folders} are names below one path, and there are "
-                f"{len(paths)}: list all folders in paths, or give one"
+                f"{len(self._paths)}: list all folders in paths, or give one"
             )
-        self.check_weights("folders", len(self.folders or paths))
+        self.check_weights("folders", len(self.folders or self._paths))
 
     def located(self) -> list[Path]:
         """The folders of records."""

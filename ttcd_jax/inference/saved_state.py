@@ -83,7 +83,7 @@ def load_state(folder: str | os.PathLike[str], model: InferenceModel) -> Inferen
     most = (folder / _ARRAYS).stat().st_size  # a row, or a slot, has bytes there
     is_sized = slots is None or (type(slots) is int and 0 < slots <= most)
     if not isinstance(rows, list) or not 0 < len(rows) <= most or not is_sized:
-        refuse(f"has a {_RECORD} that describes no {_ARRAYS}: read the text again")
+        raise CheckpointError(f"{folder / _RECORD} describes no {_ARRAYS}: read the text again")
     wanted = by_name(abstract_state(model, len(rows), max_length=slots))
     if problem := misfit(wanted, arrays, ("shape", "dtype")):
         refuse(f"is of another version of this library: {problem}; read the text again")

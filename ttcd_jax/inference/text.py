@@ -79,17 +79,12 @@ class TextStream:
         # The one that ends first: tokenization makes no difference.
         matches = sorted((start + len(stop), start) for start, stop in starts if start >= 0)
         self.is_stopped = bool(matches)
-        end = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
-        end, self._held = (matches[0][1], "") if matches else (end, text[end:])
+        begun = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        end = matches[0][1] if matches else len(text) - max(begun, default=0)
+        self._held = "" if matches else text[end:]
         return text[:end]
 
 
 def _num_certain(text: str) -> int:
     """Characters of `text` that no further token changes."""
     return max(len(text.rstrip(_REPLACEMENT)), len(text) - _LONGEST_TAIL)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that are a proper prefix of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -37,7 +37,7 @@ Params = dict[str, Any]  # nested, arrays at the leaves
 
 CONFIG = "config.json"
 
-_EMBEDDING, _HEAD = "model.embeddings.weight", "lm_head.weight"
+_EMBEDDING, _HEAD, _PREFIX = "model.embeddings.weight", "lm_head.weight", "model."
 # Fields of our blocks without effect on a document's output: speed (with the chunks of the delta
 # rule), initialisation, gradients, document resets. Writers check the eps of q/k norms, which has
 # an effect where there are any.
@@ -130,13 +130,14 @@ def open_checkpoint(path: Path, form: Format) -> ImportedModel:
     """The model in a folder with `config.json` and weights, or in a weight file next to one. Its
     parameters are `StreamedLeaf`s by their names on disk: nothing but headers is read yet.
 
-    A tied model takes the embedding, with a warning for a stored head that differs. Raises
-    `DataError` for a file that is missing or damaged and for a model that we do not support, by its
-    key, `CheckpointError` for names or shapes that do not fit `config.json`.
+    A second prefix `model.` of all names, as in training checkpoints, is removed. A tied model
+    takes the embedding, with a warning for a stored head that differs. Raises `DataError` for a
+    file that is missing or damaged and for a model that we do not support, by its key,
+    `CheckpointError` for names or shapes that do not fit `config.json`.
     """
     folder = path if path.is_dir() else path.parent
     file = folder / CONFIG
-    source, weights = read_json(file), open_weights(path)
+    source, weights = read_json(file), _plainly_named(open_weights(path))
     text = file.read_bytes().decode()  # line endings unchanged
     texts = (folder / name for name in form.texts)
     texts = {file.name: read_text(file) for file in texts if file.is_file()}
@@ -193,6 +194,19 @@ def imported(
         "text_files": dict(texts),
     }
     return ImportedModel(unflatten_dict(params, sep="/"), config, metadata)
+
+
+def _plainly_named(weights: WeightFiles) -> WeightFiles:
+    if not any(name.startswith(_PREFIX + _PREFIX) for name in weights):
+        return weights
+    stored = {name.removeprefix(_PREFIX): name for name in weights}
+    if len(stored) < len(weights):
+        twice = next(x for x in weights if stored[x.removeprefix(_PREFIX)] != x)
+        raise DataError(
+            f"{weights.stored[twice].file}: {twice!r} is there with a prefix and without"
+        )
+    tensors = {name: weights.stored[x] for name, x in sorted(stored.items())}
+    return WeightFiles(tensors, lambda name: weights[stored[name]], weights.files)
 
 
 def _leaf(weights: WeightFiles, name: str, ours: Named, dtype: np.dtype) -> StreamedLeaf:

@@ -215,7 +215,7 @@ def open_gguf(path: Path) -> GGUF:
     names, config = _their_names(header), _config(header)
     stored = {
         theirs: StoredTensor(path, np.dtype(np.float32), header.tensors[name].shape)
-        for theirs, name in names.items()
+        for theirs, name in sorted(names.items())
     }
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
 

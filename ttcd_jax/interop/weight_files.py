@@ -1,4 +1,5 @@
-"""The tensors of a checkpoint on disk: one .safetensors file, or several with an index.
+"""The tensors of a checkpoint on disk: one .safetensors file, or several with an index; or, with
+torch installed, a file of torch.
 
 A file is 8 bytes (the header's length, little endian), the header (JSON: name -> dtype, shape, byte
 range), then the data. The library rejects a header that does not fit the file: byte ranges that
@@ -7,9 +8,12 @@ names, control characters in names, and NaN are rejected here.
 """
 
 import dataclasses
+import importlib
+import pickle
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -31,6 +35,12 @@ _DTYPES = {
 _MAX_NAME = 256
 _MAX_HEADER = 20_000_000  # bytes: more than 100,000 tensors
 _REMEDY = "save the model with save_pretrained(safe_serialization=True)"
+_TORCH, _TORCH_SUFFIXES = "pytorch_model.bin", (".bin", ".pt", ".pth")
+# Exceptions of torch for damaged files, determined by damaging one at many positions.
+_TORCH_ERRORS = (
+    *(pickle.UnpicklingError, struct.error, RuntimeError, ValueError, OSError, EOFError),
+    *(LookupError, TypeError, AttributeError, AssertionError, ArithmeticError),
+)
 
 
 class StoredTensor(NamedTuple):
@@ -67,21 +77,60 @@ class WeightFiles(Mapping[str, np.ndarray]):
 
 
 def open_weights(path: Path) -> WeightFiles:
-    """The tensors of a checkpoint folder or of one .safetensors file; nothing but headers is read
-    yet. Raises `DataError` naming a file, and a tensor, that is missing or damaged."""
+    """The tensors of a checkpoint folder or of one file; of .safetensors nothing but headers is
+    read yet. Raises `DataError` naming a file, and a tensor, that is missing or damaged,
+    `UserError` for a file of torch without torch."""
     if path.is_file():
+        if path.suffix in _TORCH_SUFFIXES:
+            return _of_torch(path)
         if path.suffix != ".safetensors":
             raise DataError(f"{path} is no .safetensors file: {_REMEDY}")
         return _opened([path])
     if not path.is_dir():
         raise DataError(f"no checkpoint file or folder at {path}")
-    found = [path / name for name in (SINGLE, INDEX) if (path / name).is_file()]
-    if not found:
-        raise DataError(f"{path} holds neither {SINGLE} nor {INDEX}: {_REMEDY}")
-    if found[1:]:
+    first, *others = [*(path / x for x in (SINGLE, INDEX, _TORCH) if (path / x).is_file()), None]
+    if first is None:
+        dcp = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
+        remedy = dcp if (path / ".metadata").is_file() else _REMEDY
+        raise DataError(f"{path} holds none of {SINGLE}, {INDEX}, {_TORCH}: {remedy}")
+    if path / INDEX in others:
         raise DataError(f"{path} holds {SINGLE} and {INDEX}: remove the one that is out of date")
-    _check_link(found[0])
-    return _opened(found) if found[0].name == SINGLE else _indexed(found[0])
+    _check_link(first)
+    return _indexed(first) if first.name == INDEX else open_weights(first)
+
+
+def _of_torch(path: Path) -> WeightFiles:
+    """The state dict in a file of torch; a training checkpoint has it under `model`."""
+    try:
+        torch = importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        raise UserError(f"{path} needs torch: install it, or {_REMEDY}") from error
+    try:
+        # Tensors and plain containers only: a pickle that would call anything is refused.
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except _TORCH_ERRORS as error:
+        # torch's own message advises loading the file anyway, code included.
+        kind = type(error).__name__
+        raise DataError(f"{path} is damaged or holds more than weights ({kind})") from error
+    if isinstance(state, dict) and isinstance(state.get("model"), dict):
+        state = state["model"]
+    if not isinstance(state, dict) or not state:
+        raise DataError(f"{path} holds no state dict")
+    arrays = {_named(path, name): _array(torch, path, name, x) for name, x in state.items()}
+    stored = {name: StoredTensor(path, x.dtype, x.shape) for name, x in sorted(arrays.items())}
+    return WeightFiles(stored, arrays.__getitem__, (path,))
+
+
+def _array(torch: Any, path: Path, name: str, tensor: Any) -> np.ndarray:
+    kinds = (torch.float32, torch.float16, torch.bfloat16)
+    is_dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+    if not is_dense or tensor.dtype not in kinds:
+        kind = getattr(tensor, "dtype", type(tensor).__name__)
+        raise DataError(f"{path}: {name!r} is {kind}, not a dense tensor of {kinds}")
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:  # numpy has none: view the bits
+        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
 
 
 def _indexed(index: Path) -> WeightFiles:
@@ -139,16 +188,21 @@ def _stored_in(file: Path) -> dict[str, StoredTensor]:
         reason = str(error)[:_MAX_NAME].encode("unicode_escape").decode()  # it quotes the file
         raise DataError(f"{file} is truncated, damaged or no safetensors file: {reason}") from error
     header.pop("__metadata__", None)
+    stored = {}
     for name, entry in header.items():
-        if not name.isprintable() or not 0 < len(name) <= _MAX_NAME:
-            raise DataError(f"{file}: {name[:_MAX_NAME]!r} is not a tensor name")
-        if entry["dtype"] not in _DTYPES:
+        if (dtype := _DTYPES.get(entry["dtype"])) is None:
             raise DataError(
                 f"{file}: tensor {name!r} has dtype {entry['dtype']}, only {', '.join(_DTYPES)} "
                 "are read: save the checkpoint in one of these"
             )
-    kinds = {name: (_DTYPES[x["dtype"]], tuple(x["shape"])) for name, x in header.items()}
-    return {name: StoredTensor(file, *kind) for name, kind in kinds.items()}
+        stored[_named(file, name)] = StoredTensor(file, dtype, tuple(entry["shape"]))
+    return stored
+
+
+def _named(file: Path, name: Any) -> str:
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _MAX_NAME:
+        raise DataError(f"{file}: {str(name)[:_MAX_NAME]!r} is not a tensor name")
+    return name
 
 
 def cast(tensors: Mapping[str, np.ndarray], kinds: Mapping[str, str]) -> dict[str, np.ndarray]:

@@ -149,37 +149,6 @@ def plot_bars(
     _save_picture(path, draw, **labels)
 
 
-def plot_heat_map(
-    path: Path,
-    *,
-    title: str,
-    x_label: str,
-    y_label: str,
-    x: Sequence[str],
-    y: Sequence[str],
-    panels: Mapping[str, Sequence[Sequence[float | None]]],
-) -> None:
-    """A PNG with a panel of percents per series, [len(y), len(x)] with the first row on top; None
-    is left white."""
-    columns = min(len(panels), 3)
-    rows = -(-len(panels) // columns)
-
-    def draw(figure: Any) -> None:
-        figure.suptitle(title, weight="bold", x=0.01, ha="left")
-        for number, (name, values) in enumerate(panels.items(), start=1):
-            axes = figure.add_subplot(rows, columns, number)
-            cells = [[math.nan if cell is None else cell for cell in line] for line in values]
-            image = axes.imshow(cells, cmap="viridis", vmin=0, vmax=100, aspect="auto")
-            axes.set_xticks(range(len(x)), x)
-            axes.set_yticks(range(len(y)), y)
-            axes.grid(visible=False)
-            axes.set(xlabel=x_label, ylabel=y_label)
-            axes.set_title(name, fontsize=11, weight="normal")
-        figure.colorbar(image, ax=figure.axes, label="score (%)")
-
-    save_figure(path, draw, size=(2 + 4.5 * columns, 4.5 * rows), dpi=200)
-
-
 def _save_picture(
     path: Path,
     draw: Callable[[Any], None],

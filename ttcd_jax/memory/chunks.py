@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
-def to_chunks(x: Array, chunk_size: int) -> Array:
-    """[B, T, ...] -> [B, C, L, ...], zero-padded at the end to whole chunks."""
+def to_chunks(x: Array, chunk_size: int, padding: str = "constant") -> Array:
+    """[B, T, ...] -> [B, C, L, ...], padded at the end to whole chunks, as by `jnp.pad`."""
     pad = -x.shape[1] % chunk_size
-    x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
+    x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2), padding)
     return x.reshape(x.shape[0], -1, chunk_size, *x.shape[2:])
 
 
@@ -22,11 +22,7 @@ def chunk_segments(
     segment_ids: Int[Array, "B T"] | None, chunk_size: int
 ) -> Int[Array, "B C L"] | None:
     """Segment ids by chunk; padding belongs to the row's last document."""
-    if segment_ids is None:
-        return None
-    pad = -segment_ids.shape[1] % chunk_size
-    ids = jnp.pad(segment_ids, ((0, 0), (0, pad)), mode="edge")
-    return ids.reshape(ids.shape[0], -1, chunk_size)
+    return None if segment_ids is None else to_chunks(segment_ids, chunk_size, "edge")
 
 
 class MemoryMask(NamedTuple):

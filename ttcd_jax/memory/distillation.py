@@ -17,6 +17,7 @@ about y_T . (y - y_S) > 0. The published layer adds z_T W_i to the residual stre
 the memory is measured as well, in units of |y_T|.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -53,33 +54,24 @@ def distances(
     """The measures of rows by chunk, [B, C, L]. `both` is (z_T - z_S) W_i, `change` the memory's
     addition to the layer's output; without `segments` a row is one document."""
     wide, eps = jnp.promote_types(y.dtype, jnp.float32), jnp.finfo(y.dtype).eps
+    length, (_, C, L, _) = functools.partial(jnp.linalg.norm, axis=-1), y.shape
     teacher, student, y = (x.astype(wide) for x in (y_teacher, y_student, y))
     gap, move = teacher - student, y - student
-    size, off, step = _length(teacher), _length(gap), _length(move)
-    is_moved = (off > eps**0.5 * size) & (step > eps * _length(student))
-    is_moved &= _reads(segments, y.shape[:3])
+    size, off, step = length(teacher), length(gap), length(move)
+    is_moved = (off > eps**0.5 * size) & (step > eps * length(student))
+    is_moved &= (jnp.arange(C) > 0)[:, None]
+    if segments is not None:
+        is_moved &= memory_mask(segments, C * L, L).reads
     cosine = jnp.sum(gap * move, axis=-1) / jnp.where(is_moved, off * step, 1)
     return Distillation(
         teacher=size,
         off=off,
-        on=_length(teacher - y),
-        both=_length(both.astype(wide)),
-        change=_length(change.astype(wide)),
+        on=length(teacher - y),
+        both=length(both.astype(wide)),
+        change=length(change.astype(wide)),
         is_moved=is_moved,
         cosine=jnp.where(is_moved, cosine, 0),
     )
-
-
-def _length(x: Float[Array, "... D"]) -> Float[Array, "..."]:
-    return jnp.linalg.norm(x, axis=-1)
-
-
-def _reads(segments: Int[Array, "B C L"] | None, shape: tuple[int, ...]) -> Bool[Array, "B C L"]:
-    """Whether an earlier chunk has a token of the same document, in rows of `shape` [B, C, L]."""
-    _, num_chunks, size = shape
-    is_later = (jnp.arange(num_chunks) > 0)[None, :, None]
-    same = memory_mask(segments, num_chunks * size, size).reads
-    return jnp.broadcast_to(is_later if same is None else is_later & same, shape)
 
 
 def summary(

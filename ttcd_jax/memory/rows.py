@@ -44,7 +44,8 @@ def over_rows[W, S, P](
         y = shard.sum(y, *axes.sums)
         if square is None:
             return y, None
-        square = jnp.where(sequence.is_last(shard), square, 0)
+        is_last = shard.index(sequence.SEQ) == shard.size(sequence.SEQ) - 1
+        square = jnp.where(is_last, square, 0)
         return y, jnp.sqrt(shard.sum(square, sequence.SEQ, *axes.sums))
 
     outputs = (axes.y, ("batch",) if reports_size else ())

@@ -271,30 +271,21 @@ class HybridBlockConfig(BlockConfig):
     delta: DeltaSublayerConfig
 
 
-def delta_config[C: DeltaSublayerConfig](
-    cls: type[C], config: ModelConfig, settings: DeltaRuleConfig
-) -> C:
-    """The configuration of the layer, in the sizes of the model."""
-    return config.part(cls, head_dim=config.head_size, rule=settings)
-
-
 def _block(config: ModelConfig, settings: DeltaRuleConfig) -> BlockConfig:
-    return BlockConfig(mixer=delta_config(DeltaNetConfig, config, settings), mlp=config.mlp())
+    mixer = config.part(DeltaNetConfig, head_dim=config.head_size, rule=settings)
+    return BlockConfig(mixer=mixer, mlp=config.mlp())
 
 
 def _hybrid_block(config: ModelConfig, settings: DeltaRuleConfig) -> BlockConfig:
-    delta = delta_config(DeltaSublayerConfig, config, settings)
+    delta = config.part(DeltaSublayerConfig, head_dim=config.head_size, rule=settings)
     return HybridBlockConfig(mixer=config.attention(), delta=delta, mlp=config.mlp())
 
 
 DELTA_KEYS = (*COMMON_KEYS, Key("num_heads", "num_heads"), Key("conv_size", "memory.num_taps", 4))
-DELTA_FIXED = {
-    "use_short_conv": True,
-    "conv_bias": False,
-    "attn": None,
-    "allow_neg_eigval": False,
-    "num_v_heads": None,
-}
+DELTA_FIXED = {"use_short_conv": True, "attn": None, "num_v_heads": None}
+DELTA_FIXED |= {"conv_bias": False, "allow_neg_eigval": False}
+_FIXED = {"use_gate": False, "use_beta": True, "use_output_norm": True}
+_FIXED |= {"qk_norm": "l2", "qk_activation": "silu"}
 
 
 def _read(source: Source) -> dict[str, Any]:
@@ -311,13 +302,6 @@ def _write(config: ModelConfig, settings: DeltaRuleConfig) -> dict[str, Any]:
     return {"expand_k": expand_k, "expand_v": expand_k * settings.value_expansion}
 
 
-_FIXED = {
-    "use_gate": False,
-    "use_beta": True,
-    "use_output_norm": True,
-    "qk_norm": "l2",
-    "qk_activation": "silu",
-}
 METHOD = register(
     Method(
         "deltanet",

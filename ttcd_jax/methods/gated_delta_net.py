@@ -22,7 +22,6 @@ from ttcd_jax.methods.delta_net import (
     DeltaNet,
     DeltaNetConfig,
     DeltaRuleConfig,
-    delta_config,
 )
 from ttcd_jax.methods.registry import Key, Method, ModelConfig, Reference, Source, register
 from ttcd_jax.nn.block import BlockConfig, Names
@@ -85,7 +84,7 @@ class GatedDeltaNet(DeltaNet, config=GatedDeltaNetConfig):
 
 
 def _block(config: ModelConfig, settings: DeltaRuleConfig) -> BlockConfig:
-    mixer = delta_config(GatedDeltaNetConfig, config, settings)
+    mixer = config.part(GatedDeltaNetConfig, head_dim=config.head_size, rule=settings)
     return BlockConfig(mixer=mixer, mlp=config.mlp())
 
 

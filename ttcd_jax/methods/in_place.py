@@ -15,9 +15,10 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
 from ttcd_jax.memory.distillation import Distillation, distances
 from ttcd_jax.memory.pieces import OpenChunk, inside_open_chunk, over_piece, start_pieces
-from ttcd_jax.memory.prefix import Form, PrefixOptions
+from ttcd_jax.memory.prefix import Form, PrefixMemory, PrefixOptions, Sum, Writes
 from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.memory.rows import check_parts, over_rows
+from ttcd_jax.memory.running import CorrectingMemory
 from ttcd_jax.methods.registry import Settings
 from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig, check_hidden
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
@@ -102,14 +103,15 @@ class PrefixSettings(InPlaceSettings):
         fields = (self.eta, orthogonalizes, self.folds_state, self.form, self.block_chunks)
         return PrefixOptions(*fields, state_dtype=precision.state_dtype)
 
-    def correction_flops(self, mlp: MLPConfig, length: int) -> int | float:
-        """Of the correction: the memory's answers to all keys, overlaps of the keys of a chunk, and
-        the triangular system."""
+    def error_flops(self, mlp: MLPConfig, length: int) -> int | float:
+        """Of the projection; of the correction: the memory's answers to all keys, overlaps of the
+        keys of a chunk, and the triangular system."""
+        proj = self.has_proj * 2 * length * mlp.dim**2
         if not self.corrects_errors:
-            return 0
+            return proj
         size = min(self.chunk_size, length)
         system = size * (mlp.hidden_dim + mlp.dim) + (size**2 - 1) / 3
-        return mlp.unit_flops(length) + 2 * length * system
+        return proj + mlp.unit_flops(length) + 2 * length * system
 
     @property
     def is_linear_in_proj(self) -> bool:
@@ -328,6 +330,13 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
 
     def memory(self, length: int) -> ChunkedMemory:
         raise AssertionError(f"{type(self).__name__} defines its own memory")
+
+    def sum_memory(self, options: PrefixOptions, length: int) -> ChunkedMemory[Writes, Sum]:
+        """The memory of a layer with `PrefixSettings`."""
+        w_base, settings = self.w_base(), cast(PrefixSettings, self.settings)
+        if settings.corrects_errors:
+            return CorrectingMemory(w_base, options)
+        return PrefixMemory(w_base, options.at_length(length, *w_base.shape))
 
     def log_decay(self, x: Hidden) -> Float[Array, "B T Q"] | None:
         """The logarithm of the share of the memory's groups of columns that is left after every

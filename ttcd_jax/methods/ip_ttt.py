@@ -19,9 +19,8 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels.normalize import l2_normalize
 from ttcd_kernels.short_conv import short_conv
 
-from ttcd_jax.memory.prefix import PrefixMemory, Writes
+from ttcd_jax.memory.prefix import Writes
 from ttcd_jax.memory.protocol import ChunkedMemory
-from ttcd_jax.memory.running import CorrectingMemory
 from ttcd_jax.methods.in_place import ConvInit, InPlaceConfig, InPlaceMLP, PrefixSettings, ProjInit
 from ttcd_jax.methods.registry import (
     ATTENTION_FIXED,
@@ -70,10 +69,8 @@ class IPTTTConfig(InPlaceConfig):
     memory: TargetMemoryConfig = TargetMemoryConfig()
 
     def flops(self, length: int) -> int | float:
-        """Besides a SwiGLU: delta_w, the read of the memory; and the projection."""
-        proj = 2 * length * self.mlp.dim**2
-        correction = self.memory.correction_flops(self.mlp, length)
-        return (3 + 2) * self.mlp.unit_flops(length) + self.memory.has_proj * proj + correction
+        """Besides a SwiGLU: delta_w, the read of the memory; and what errors need."""
+        return (3 + 2) * self.mlp.unit_flops(length) + self.memory.error_flops(self.mlp, length)
 
 
 class Stored(NamedTuple):
@@ -134,10 +131,7 @@ class IPTTTMLP(InPlaceMLP[Stored, Stored], config=IPTTTConfig):
         return h, Writes(keys, v, log_decay)
 
     def memory(self, length: int) -> ChunkedMemory:
-        w_base, options = self.w_base(), self.settings.options(self.config.precision)
-        if self.settings.corrects_errors:
-            return CorrectingMemory(w_base, options)
-        return PrefixMemory(w_base, options.at_length(length, *w_base.shape))
+        return self.sum_memory(self.settings.options(self.config.precision), length)
 
     def check_causal(self) -> None:
         if self.settings.has_activation_conv:

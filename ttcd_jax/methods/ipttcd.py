@@ -23,9 +23,9 @@ from ttcd_kernels.normalize import l2_normalize
 from ttcd_jax.config import NonNegativeFloat, Positive
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.memory.delta import chunk_errors
-from ttcd_jax.memory.prefix import PrefixMemory, Writes
+from ttcd_jax.memory.prefix import Writes
 from ttcd_jax.memory.protocol import ChunkedMemory
-from ttcd_jax.memory.running import CorrectingMemory, RenormalizedMemory
+from ttcd_jax.memory.running import RenormalizedMemory
 from ttcd_jax.methods.in_place import (
     ConvInit,
     InPlaceConfig,
@@ -133,10 +133,8 @@ class IPTTCDConfig(InPlaceConfig):
 
     def flops(self, length: int) -> int | float:
         """Besides a SwiGLU: student gate and up, error, delta_w, the read of the memory (that of
-        W_base is the SwiGLU's); and the projection."""
-        proj = 2 * length * self.mlp.dim**2
-        correction = self.memory.correction_flops(self.mlp, length)
-        return (3 + 5) * self.mlp.unit_flops(length) + self.memory.has_proj * proj + correction
+        W_base is the SwiGLU's); and what errors need."""
+        return (3 + 5) * self.mlp.unit_flops(length) + self.memory.error_flops(self.mlp, length)
 
 
 class Features(NamedTuple):
@@ -232,14 +230,11 @@ class IPTTCDMLP(InPlaceMLP[Features, ChunkInputs], config=IPTTCDConfig):
         return convolved.z_target, convolved.z_target - convolved.difference
 
     def memory(self, length: int) -> ChunkedMemory:
-        settings, w_base = self.settings, self.w_base()
-        orthogonalizes = settings.orthogonalizes_updates
-        options = settings.options(self.config.precision, orthogonalizes=orthogonalizes)
-        if settings.renorm_chunks is not None:
-            return RenormalizedMemory(w_base, options, settings.renorm_chunks)
-        if settings.corrects_errors:
-            return CorrectingMemory(w_base, options)
-        return PrefixMemory(w_base, options.at_length(length, *w_base.shape))
+        orthogonalizes, group = self.settings.orthogonalizes_updates, self.settings.renorm_chunks
+        options = self.settings.options(self.config.precision, orthogonalizes=orthogonalizes)
+        if group is not None:
+            return RenormalizedMemory(self.w_base(), options, group)
+        return self.sum_memory(options, length)
 
     def check_causal(self) -> None:
         settings = self.settings

@@ -264,33 +264,28 @@ class LaCT(Mixer, config=LaCTConfig):
         fast, chunks = over_piece(self._memory(), state.chunks, reads, writes, piece)
         return self._joined(x, seen, fast), LaCTState(cache, chunks)
 
-    def _project(self, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q, k, v [B, T, D] before any rotation."""
-        memory, dtype = self.config.memory, self.config.attention.precision.compute_dtype
-        qkv = linear(h, self.qkv[...], dtype)
-        if memory.has_qkv_bias:
-            qkv = qkv + self.qkv_bias[...].astype(dtype)
-        q, k, v = jnp.split(qkv, 3, axis=-1)
-        if memory.has_qk_norm:
-            q = rms_norm(q, self.query_norm[...], NORM_EPS)
-            k = rms_norm(k, self.key_norm[...], NORM_EPS)
-        return q, k, v
-
     def _operands(
         self, h: jax.Array, positions: jax.Array
     ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, FastWrites]]:
         """(q, k, v [B, T, N, H] of the attention; operands of the memory's reads and of its writes,
         [B, T, ...])."""
-        config, (q, k, v) = self.config.attention, self._project(h)
+        config, memory = self.config.attention, self.config.memory
+        qkv = linear(h, self.qkv[...], config.precision.compute_dtype)
+        if memory.has_qkv_bias:
+            qkv = qkv + self.qkv_bias[...].astype(qkv.dtype)
+        q, k, v = jnp.split(qkv, 3, axis=-1)
+        if memory.has_qk_norm:
+            q = rms_norm(q, self.query_norm[...], NORM_EPS)
+            k = rms_norm(k, self.key_norm[...], NORM_EPS)
         heads = (*h.shape[:2], config.num_heads, config.head_size)
         turned_q, turned_k = (rotate(x.reshape(heads), positions, config.rope) for x in (q, k))
         momentum = None
-        if self.config.memory.has_momentum:
+        if memory.has_momentum:
             momentum = jax.nn.sigmoid(self._gate(h, self.momentum, self.momentum_bias))
         scale, offset = self.qk_scale[...], self.qk_offset[...]
         fast_q = self._fast_feature(q, scale[:, 0], offset[:, 0], positions)
         fast_k = self._fast_feature(k, scale[:, 1], offset[:, 1], positions)
-        is_active = self.config.memory.has_qk_silu and self.config.memory.has_value_silu
+        is_active = memory.has_qk_silu and memory.has_value_silu
         fast_v = self._split(jax.nn.silu(v) if is_active else v)
         writes = FastWrites(fast_k, fast_v, self._rates(h), momentum)
         return (turned_q, turned_k, v.reshape(heads)), (fast_q, writes)

@@ -63,14 +63,12 @@ def num_parts(config: RunConfig, mesh: Mesh | AbstractMesh) -> int:
     if config.accumulation_steps is not None:
         return config.accumulation_steps
     rows = max(config.batch_size // _row_devices(mesh), 1)
-    is_on_cpus = _is_on_cpus(mesh)
-    part_tokens = CPU_PART_TOKENS if is_on_cpus else PART_TOKENS
+    part_tokens = CPU_PART_TOKENS if _is_on_cpus(mesh) else PART_TOKENS
     at_once = max(part_tokens * mesh.shape["seq"] // config.data.seq_len, 1)
-    part = next(n for n in range(min(at_once, rows), 0, -1) if rows % n == 0)
-    larger = next((n for n in range(at_once, rows + 1) if rows % n == 0), part)
-    if is_on_cpus and larger * part < at_once**2:
-        part = larger
-    return rows // part
+    parts = [n for n in range(1, rows + 1) if rows % n == 0]
+    if _is_on_cpus(mesh):
+        return rows // min(parts, key=lambda n: max(n / at_once, at_once / n))
+    return rows // max(n for n in parts if n <= at_once)
 
 
 def laid_out(config: RunConfig, mesh: Mesh | AbstractMesh) -> RunConfig:

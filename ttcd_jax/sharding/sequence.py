@@ -20,10 +20,6 @@ SEQ = "seq"
 NOWHERE = jnp.iinfo(jnp.int32).min
 
 
-def is_last(shard: Shard) -> jax.Array:
-    return shard.index(SEQ) == shard.size(SEQ) - 1
-
-
 def from_left(shard: Shard, tree: Any, distance: int = 1) -> Any:
     """Every array of the neighbor `distance` to the left; zeros without one."""
     if shard.size(SEQ) <= distance:
@@ -61,10 +57,8 @@ def halo(
 
 def left_segment(shard: Shard, segment_ids: Int[Array, "B T"]) -> Int[Array, " B"]:
     """The segment id of the position before this shard; at the start of the row, the first one."""
-    if shard.size(SEQ) == 1:
-        return segment_ids[:, 0]
-    is_first = shard.index(SEQ) == 0
-    return jnp.where(is_first, segment_ids[:, 0], from_left(shard, segment_ids[:, -1]))
+    left = from_left(shard, segment_ids[:, -1])
+    return jnp.where(shard.index(SEQ) == 0, segment_ids[:, 0], left)
 
 
 def exclusive_prefix(
@@ -103,8 +97,6 @@ def passed_along(
     For chains that no prefix replaces: devices take turns, so the time is that of one device with
     the whole row; each sends one state. The backward recomputes each call.
     """
-    if shard.size(SEQ) == 1:
-        return advance(state)
     index = shard.index(SEQ)
     _, result = jax.eval_shape(advance, state)
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result)

@@ -2,14 +2,13 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Shaped
 
 from ttcd_jax.data.pipeline import Fields, StepBatches
-from ttcd_jax.errors import NonFiniteError
 from ttcd_jax.train.bad_steps import fault
 from ttcd_jax.train.state import TrainState
 from ttcd_jax.train.step import Batch, Metrics, TrainStep
@@ -34,14 +33,6 @@ class StateCallback(NamedTuple):
     is_due: Callable[[int], bool] = lambda step: False
 
 
-def stop_at(step: int, reason: str, metrics: HostMetrics) -> NoReturn:
-    """Raises `NonFiniteError` for a bad step."""
-    raise NonFiniteError(
-        f"{reason} at step {step}; the parameters before it were kept and the checkpoints are "
-        "untouched: lower the learning rate or eta and start again"
-    )
-
-
 def train(
     state: TrainState,
     train_step: TrainStep,
@@ -49,11 +40,11 @@ def train(
     *,
     start: int,
     steps: int,
+    on_bad: Callable[[int, str, HostMetrics], None],
     placement: Callable[[Fields], Batch] = jax.device_put,
     on_metrics: Sequence[MetricCallback] = (),
     on_state: Sequence[StateCallback] = (),
     is_stopping: Callable[[int], bool] = lambda step: False,
-    on_bad: Callable[[int, str, HostMetrics], None] = stop_at,
 ) -> tuple[TrainState, int]:
     """(state, steps done) after steps `start` to `steps`, or earlier if `is_stopping(steps done)`.
 

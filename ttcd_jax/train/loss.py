@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ttcd_jax.errors import UserError
+from ttcd_jax.memory.chunks import to_chunks
 from ttcd_jax.sharding import rules
 from ttcd_jax.sharding.rules import Shard
 from ttcd_jax.sharding.vocabulary import TENSOR, own_entries
@@ -123,15 +124,8 @@ _summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)
 
 def _row_blocks(rows: int, hidden: jax.Array, *rest: jax.Array) -> Blocks:
     """[B, T, ...] -> [blocks, rows, ...], zero-padded: the loss mask excludes the padding."""
-    count = rest[0].size
-    rows = min(rows, count)
-
-    def split(x: jax.Array) -> jax.Array:
-        x = x.reshape(count, *x.shape[2:])
-        x = jnp.pad(x, ((0, -count % rows),) + ((0, 0),) * (x.ndim - 1))
-        return x.reshape(-1, rows, *x.shape[1:])
-
-    return tuple(split(x) for x in (hidden, *rest))
+    flat = (x.reshape(1, -1, *x.shape[2:]) for x in (hidden, *rest))
+    return tuple(to_chunks(x, min(rows, rest[0].size))[0] for x in flat)
 
 
 def _block_losses(

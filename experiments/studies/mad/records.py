@@ -12,7 +12,7 @@ import json
 import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from ttcd_kernels.table import Row, format_table
@@ -30,9 +30,6 @@ from ttcd_jax.models.config import TransformerConfig
 MAD_METHODS = (*PUBLISHED, "swa", "full")
 MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS.__contains__)]
 Layers = tuple[float, float] | None  # a number of each fast layer
-# The mean of each measure of some runs, and of their `curve` [evaluations, 2], step and macro
-# accuracy, up to the end of the shortest; empty for no run.
-type Score = dict[str, Any]
 _COLUMNS = 3
 _HOLLOW = {"markerfacecolor": "none", "markersize": 9, "linestyle": ""}
 _BY_LAYER = {"|eta S|/|W|": "memory_ratio", "beta": "gate_mean", "key rank": "key_rank"}
@@ -72,8 +69,8 @@ class Recorded(Config):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measures(Recorded):
     """The scores of MAD on the test rows, the same with the memory switched off (`*_off`), and of
-    each fast layer `memory_ratio`, |eta S| / |W_base| after the last token, `gate_mean`;
-    `key_rank`, the effective rank of the keys, is in older records. What is not finite, or does not
+    each fast layer `memory_ratio`, |eta S| / |W_base| after the last token, `gate_mean`, and in
+    earlier records `key_rank`, the effective rank of the keys. What is not finite, or does not
     exist, is None, and not in the file."""
 
     gate_mean: Layers = None
@@ -139,6 +136,10 @@ class Record(Job):
     seconds: float
     runs: tuple[Run, ...]
 
+    @property
+    def device(self) -> str:
+        return self.environment["device"]
+
 
 def record_path(sweep: Path, job: Job) -> Path:
     return sweep / "records" / f"{job.name}.json"
@@ -175,72 +176,91 @@ def read(path: Path) -> Record:
         parts = {"data": MADConfig, "recipe": RecipeConfig, "model": TransformerConfig}
         return Record(**source | {name: x.from_dict(source[name]) for name, x in parts.items()})
     except (ValueError, LookupError, TypeError) as error:
-        text = f"{path} is damaged ({type(error).__name__}: {error})"
-        raise DataError(f"{text}: delete the file and run the sweep again") from error
+        cause = f"{type(error).__name__}: {error}"
+        text = f"{path} is damaged ({cause}): delete the file and run the sweep again"
+        raise DataError(text) from error
 
 
 def gather(sweeps: Sequence[Path]) -> list[Record]:
-    """The records of several sweeps. Raises `UserError` where two have the same job, or trained a
-    task by other settings, `DataError` where a file is damaged."""
+    """The records of several sweeps. Raises `UserError` where one has none, two have the same job,
+    or trained a task by other settings, `DataError` where a file is damaged."""
     records: dict[str, Record] = {}
     known: dict[tuple[str, str], tuple[Path, dict[str, Any]]] = {}
-    for path in (path for sweep in sweeps for path in sorted((sweep / "records").glob("*.json"))):
-        if path.name in records:
-            text = f"{path.parents[1]} has {path.stem}, and so has another of the sweeps"
-            raise UserError(f"{text}: show one of them alone")
-        records[path.name] = record = read(path)
-        found = record.to_dict()
-        found["runs"] = [[run.rate, run.weight_decay, run.seed] for run in record.runs]
-        found |= {name: found["model"][name] for name in ("init_std", "precision")}
-        found["model"]["vocab_size"] = None
-        # What the scores of a task have in common: all of them, those of a setting, of a method.
-        parts = {"": ("init_std", "precision", "recipe", "num_test", "runs")}
-        parts |= {record.setting: ("data", "num_train", "epochs", "steps")}
-        for part, names in (parts | {record.method: ("model",)}).items():
-            own = {name: found[name] for name in names}
-            first, expected = known.setdefault((record.task, part), (path, own))
-            if changed := differences(expected, own):
-                text = f"{path} is of other settings than {first} ({changed[0]})"
-                raise UserError(f"{text}: show one of their sweeps alone")
+    for sweep in sweeps:
+        if not (sweep / "records").is_dir():
+            raise UserError(f"{sweep} holds no records: give the folder of a sweep")
+        for path in sorted((sweep / "records").glob("*.json")):
+            if path.name in records:
+                text = f"{sweep} has {path.stem}, and so has another of the sweeps"
+                raise UserError(f"{text}: show one of them without --beside")
+            records[path.name] = record = read(path)
+            for part, own in _settings(record).items():
+                first, expected = known.setdefault((record.task, part), (path, own))
+                if changed := differences(expected, own):
+                    text = f"{path} is of other settings than {first} ({changed[0]})"
+                    raise UserError(f"{text}: show one of their sweeps alone")
     return list(records.values())
+
+
+def _settings(record: Record) -> dict[str, dict[str, Any]]:
+    """What the scores of a task have in common: all of them, those of a setting, of a method."""
+    found = record.to_dict()
+    found["runs"] = [[run.rate, run.weight_decay, run.seed] for run in record.runs]
+    found |= {name: found["model"][name] for name in ("init_std", "precision")}
+    found["model"]["vocab_size"] = None
+    parts = {"": ("init_std", "precision", "recipe", "num_test", "runs")}
+    parts |= {record.setting: ("data", "num_train", "epochs", "steps"), record.method: ("model",)}
+    return {part: {name: found[name] for name in names} for part, names in parts.items()}
+
+
+class Score(NamedTuple):
+    """The mean of each measure of some runs, and of their curves [evaluations, 2], step and macro
+    accuracy, up to the end of the shortest; empty for no run."""
+
+    means: dict[str, Any]
+    curve: np.ndarray
 
 
 def mean(found: Sequence[Score]) -> Score:
     """The mean of every measure that all have, and of the curves."""
-    shortest = min((len(x["curve"]) for x in found), default=0)
-    cut = [x | {"curve": x["curve"][:shortest]} for x in found]
-    names = [name for name in (cut[0] if cut else ()) if all(name in x for x in cut)]
-    return {name: np.mean([x[name] for x in cut], axis=0) for name in names}
+    if not found:
+        return Score({}, np.empty((0, 2)))
+    names = [name for name in found[0].means if all(name in x.means for x in found)]
+    length = min(len(x.curve) for x in found)
+    return Score(
+        {name: np.mean([x.means[name] for x in found], axis=0) for name in names},
+        np.mean([x.curve[:length] for x in found], axis=0),
+    )
 
 
-def best_run(record: Record) -> Score:
-    """The pair of rate and decay with the highest mean accuracy over its seeds; empty where every
+def best_run(record: Record) -> Score | None:
+    """The pair of rate and decay with the highest mean accuracy over its seeds; None where every
     pair has a run that failed."""
     pairs: dict[Any, list[Any]] = {}
     for run in record.runs:
         pair = {"rate": run.rate, "weight_decay": run.weight_decay}
         curve = [(x.epoch * record.steps / record.epochs, x.macro_accuracy) for x in run.curve]
-        facts = pair | {"curve": np.reshape(curve, (-1, 2))}
-        pairs.setdefault((*pair.values(),), []).append(
-            run.metrics and run.metrics.to_dict() | facts
-        )
+        score = run.metrics and Score(run.metrics.to_dict() | pair, np.reshape(curve, (-1, 2)))
+        pairs.setdefault((*pair.values(),), []).append(score)
     complete = [mean(found) for found in pairs.values() if all(found)]
-    return max(complete, key=operator.itemgetter("macro_accuracy"), default={})
+    return max(complete, key=lambda x: x.means["macro_accuracy"], default=None)
 
 
 def best_text(record: Record) -> str:
+    if (best := best_run(record)) is None:
+        return "no run stayed finite"
     text = "accuracy {macro_accuracy:.3f} at rate {rate:g}, decay {weight_decay:g}"
-    return text.format(**best) if (best := best_run(record)) else "no run stayed finite"
+    return text.format(**best.means)
 
 
 def scores(records: Sequence[Record]) -> dict[tuple[str, str], Score]:
     """By task and method, the mean of the best runs over the settings that have one: the footnotes
     report how many runs failed."""
-    best: dict[tuple[str, str], list[Score]] = {}
-    for record in records:
-        best.setdefault((record.task, record.method), []).append(best_run(record))
-    pairs = itertools.product(TASKS, MAD_METHODS)
-    return {pair: mean([*filter(None, best[pair])]) for pair in pairs if pair in best}
+    found = {}
+    for pair in itertools.product(TASKS, MAD_METHODS):
+        if chosen := [x for x in records if (x.task, x.method) == pair]:
+            found[pair] = mean([best for best in map(best_run, chosen) if best])
+    return found
 
 
 def sweep_section(records: Sequence[Record], picture: Path) -> Section:
@@ -264,34 +284,34 @@ def tables(records: Sequence[Record]) -> str:
 def score_table(records: Sequence[Record]) -> list[Row]:
     """A row per method, a column per task: macro accuracy / micro accuracy (published macro
     accuracy). The mean is over the tasks that have a score."""
-    rows, found = [], scores(records)
-    tasks = [*dict.fromkeys(task for task, _ in found)]
+    rows, found = {}, scores(records)
+    names = [*dict.fromkeys(task for task, _ in found), "mean"]
     for method in (x for x in MAD_METHODS if any(x in pair for pair in found)):
-        row: Row = {"method": METHODS[method].label} | dict.fromkeys((*tasks, "mean"), "-")
-        own = {task: x for task in tasks if (x := found.get((task, method)))}
-        for task, x in own.items():
-            row[task] = f"{100 * x['macro_accuracy']:.1f} / {100 * x['micro_accuracy']:.1f}"
-        if own:
-            row["mean"] = f"{100 * mean([*own.values()])['macro_accuracy']:.1f}"
+        rows[method] = row = {"method": METHODS[method].label} | dict.fromkeys(names, "-")
+        own = {task: found[task, method].means for task in names if (task, method) in found}
+        accuracies = ("macro_accuracy", "micro_accuracy")
+        own = {task: [100 * x[name] for name in accuracies] for task, x in own.items() if x}
+        for task, (macro, micro) in own.items():
+            row[task] = f"{macro:.1f} / {micro:.1f}"
+            row["mean"] = f"{np.mean([*own.values()], axis=0)[0]:.1f}"
         if own and method in PUBLISHED:
             published = {task: PUBLISHED[method][task] for task in own}
             for task, score in (published | {"mean": np.mean([*published.values()])}).items():
                 row[task] += f" ({score:.1f})"
-        rows.append(row)
-    return rows
+    return [*rows.values()]
 
 
 def memory_table(records: Sequence[Record]) -> list[Row]:
     """A row per task and method with a memory that can be switched off: accuracy with it on and
     off (macro, percent), and by layer |eta S| / |W_base|, beta, and the keys' effective rank."""
     rows = []
-    for (task, method), found in scores(records).items():
-        if "macro_accuracy_off" in found:
+    for (task, method), (means, _) in scores(records).items():
+        if "macro_accuracy_off" in means:
             row = {"task": task, "method": METHODS[method].label}
-            row["on"] = f"{100 * found['macro_accuracy']:.1f}"
-            row["off"] = f"{100 * found['macro_accuracy_off']:.1f}"
+            for title, name in (("on", "macro_accuracy"), ("off", "macro_accuracy_off")):
+                row[title] = f"{100 * means[name]:.1f}"
             for title, name in _BY_LAYER.items():
-                row[title] = " ".join(f"{x:.3g}" for x in found.get(name, ())) or "-"
+                row[title] = " ".join(f"{x:.3g}" for x in means.get(name, ())) or "-"
             rows.append(row)
     return rows
 
@@ -299,7 +319,6 @@ def memory_table(records: Sequence[Record]) -> list[Row]:
 def footnotes(records: Sequence[Record]) -> list[str]:
     """The protocol, the budget and the options of the tables."""
     runs, counts, budgets = [run for record in records for run in record.runs], [], {}
-    devices = ", ".join(sorted({str(record.environment["device"]) for record in records}))
     for task in TASKS:
         if chosen := [x for x in records if x.task == task]:
             counts.append(f"{task} {len({x.setting for x in chosen})} of {len(settings(task))}")
@@ -321,7 +340,8 @@ def footnotes(records: Sequence[Record]) -> list[str]:
         f"schedule {_values(records, 'recipe.schedule')}, score of the last epoch "
         "(published code: constant, of the lowest test loss, stops at accuracy 0.999)",
         f"initial standard deviation {_values(records, 'model.init_std')} (published: 0.02)",
-        f"computed in {_values(records, 'model.precision.compute')} on {devices}",
+        f"computed in {_values(records, 'model.precision.compute')} on "
+        f"{_values(records, 'device')}",
     ]
 
 
@@ -345,23 +365,23 @@ def draw_curves(path: Path, records: Sequence[Record]) -> None:
     def draw(figure: Any) -> None:
         panels = figure.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
         legend: dict[str, Any] = {}
-        for (task, method), score in found.items():
+        for (task, method), (_, curve) in found.items():
             axes, index = panels[tasks.index(task)], MAD_METHODS.index(method)
             axes.set(title=task, xlabel="steps", ylim=(-2, 104))
             look = {"color": COLOURS[index], "marker": MARKERS[index]}
-            if len(curve := score.get("curve", ())):
+            if len(curve):
                 (line,) = axes.plot(curve[:, 0], 100 * curve[:, 1], markersize=4, **look)
                 legend.setdefault(METHODS[method].label, line)
-                published, right = PUBLISHED.get(method, {}).get(task), 1.04 * curve[-1, 0]
-                axes.plot([right], [published], clip_on=False, **look, **_HOLLOW)
+            if len(curve) and method in PUBLISHED:
+                score, right = PUBLISHED[method][task], 1.04 * curve[-1, 0]
+                axes.plot([right], [score], clip_on=False, **look, **_HOLLOW)
         for axes in panels[len(tasks) :]:
             axes.set_axis_off()
+        grey = {"marker": "o", "color": "#555555"}
+        (legend["published, at full budget"],) = panels[0].plot([], **grey, **_HOLLOW)
         for axes in panels[::_COLUMNS]:
             axes.set_ylabel("macro accuracy, %")
-        (hollow,) = panels[0].plot([], marker="o", color="#555555", **_HOLLOW)
-        legend["published, at full budget"] = hollow
-        figure.legend(
-            *(legend.values(), legend.keys()), loc="outside lower center", ncols=8, frameon=False
-        )
+        look = {"loc": "outside lower center", "ncols": 8, "frameon": False}
+        figure.legend(legend.values(), legend.keys(), **look)
 
     save_figure(path, draw, size=(14, 3.9 * num_rows + 0.6), dpi=110)

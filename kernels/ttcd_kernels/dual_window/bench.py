@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import mosaic_call, triton_call, tuning
-from ttcd_kernels.dual_window.api import dual_window_attention, window_attention
+from ttcd_kernels.dual_window.api import Implementation, dual_window_attention, window_attention
 from ttcd_kernels.measure import Work
 from ttcd_kernels.windows import Windows
 
@@ -118,14 +118,17 @@ def alone(
 
 def implementations(case: Case) -> dict[str, Callable[..., Any]]:
     """(q, k, v) -> (teacher, student); peers with one window return a tuple of one."""
-    teacher, student = windows = case.teacher_window, case.student_window
-    options: dict[str, Any] = {"segment_ids": None}
+    teacher, student = case.teacher_window, case.student_window
+    ids = None
     if case.has_documents:
         row = jnp.arange(case.length) * 3 // case.length
-        options = {"segment_ids": jnp.broadcast_to(row, (case.batch, case.length))}
-    single = functools.partial(window_attention, **options)
-    options |= {"teacher_window": teacher, "student_window": student}
-    dual = functools.partial(dual_window_attention, **options)
+        ids = jnp.broadcast_to(row, (case.batch, case.length))
+    single = functools.partial(window_attention, segment_ids=ids)
+
+    def dual(implementation: Implementation) -> Callable[..., Any]:
+        windows = {"teacher_window": teacher, "student_window": student}
+        attend = functools.partial(dual_window_attention, segment_ids=ids, **windows)
+        return functools.partial(attend, implementation=implementation)
 
     def each(
         attend: Callable[..., Any], implementation: str, *windows: int | None
@@ -134,16 +137,12 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
         attend = functools.partial(attend, implementation=implementation)
         return lambda *qkv: tuple(attend(*qkv, window=window) for window in windows)
 
-    functions: dict[str, Callable[..., Any]] = {
-        "xla": functools.partial(dual, implementation="xla")
-    }
-    functions["xla two calls"] = each(single, "xla", *windows)
+    functions = {"xla": dual("xla"), "xla two calls": each(single, "xla", teacher, student)}
     qkv: Any = operand_shapes(case)[:3]
     if triton_call.unsupported(*qkv) is None:
-        functions["triton"] = functools.partial(dual, implementation="triton")
-        functions["triton teacher"] = each(single, "triton", teacher)
+        functions |= {"triton": dual("triton"), "triton teacher": each(single, "triton", teacher)}
     if mosaic_call.unsupported(*qkv) is None:
-        functions["mosaic"] = functools.partial(dual, implementation="mosaic")
+        functions["mosaic"] = dual("mosaic")
     if case.has_documents:  # the peers do not support them
         return functions
     peers = {"cudnn": (jax.nn, "cudnn")} if jax.default_backend() == "gpu" else {}
@@ -152,7 +151,7 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
     for name, (library, implementation) in peers.items():
         stock = functools.partial(_stock, library.dot_product_attention)
         functions[f"{name} teacher"] = each(stock, implementation, teacher)
-        functions[f"{name} both"] = each(stock, implementation, *windows)
+        functions[f"{name} both"] = each(stock, implementation, teacher, student)
     return functions
 
 

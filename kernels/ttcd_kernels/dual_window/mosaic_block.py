@@ -139,9 +139,8 @@ class Block(abc.ABC):
     def bands(self) -> list[Tiles]:
         """The tiles of each band, read where they are needed: registers are scarce."""
         row = self.batch if self.static.has_documents else 0
-        bounds = self.refs["tiles"].at[row, self.index]
-        numbers = range(len(self.static.bands))
-        return [Tiles(*(bounds[band, end] for end in range(4))) for band in numbers]
+        bounds, bands = self.refs["tiles"].at[row, self.index], range(len(self.static.bands))
+        return [Tiles(*(bounds[band, end] for end in range(4))) for band in bands]
 
     def run(self) -> None:
         pl.when(self.warpgroup < COMPUTE_WARPGROUPS)(self._compute)
@@ -201,23 +200,19 @@ class Block(abc.ABC):
         def load(name: str, step: jax.Array) -> None:
             slot = self.slot(step)
             pl.when(step >= stages)(lambda: self.wait(f"{name}_free", slot))
-            self.copy(
-                name, step, *(self.scratch[f"{name}_{x}"].at[slot] for x in ("smem", "ready"))
-            )
+            self.copy(name, step, self.tile(name, slot), self.scratch[f"{name}_ready"].at[slot])
 
+        @pl.loop(0, self.num_steps + max(self.lags.values(), default=0))
         def load_all(step: jax.Array) -> None:
             for name in self.ring:
                 at = step - self.lags.get(name, 0)
                 is_step = (at >= 0) & (at < self.num_steps)
                 pl.when(is_step)(functools.partial(load, name, at))
 
-        def drain(step: jax.Array) -> None:
+        @pl.loop(jnp.maximum(self.num_steps - stages, 0), self.num_steps)
+        def drain(step: jax.Array) -> None:  # so that every arrival is awaited
             for name in self.ring:
                 self.wait(f"{name}_free", self.slot(step))
-
-        _loop(0, self.num_steps + max(self.lags.values(), default=0), load_all)
-        # So that every arrival is awaited.
-        _loop(jnp.maximum(self.num_steps - stages, 0), self.num_steps, drain)
 
     def wait(self, name: str, index: Any) -> None:
         plgpu.barrier_wait(self.scratch[name].at[index])
@@ -310,7 +305,3 @@ def matrices(dtype: Any, *shape: int) -> Any:
     transforms: Any = plgpu  # to pyright their classes are abstract
     layout = transforms.TilingTransform((8, 64)), transforms.SwizzleTransform(128)
     return plgpu.SMEM(shape, dtype, transforms=layout)
-
-
-def _loop(start: Any, stop: jax.Array, body: Callable[[jax.Array], None]) -> None:
-    lax.fori_loop(start, stop, lambda i, _: body(i), None)

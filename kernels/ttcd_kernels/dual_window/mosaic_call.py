@@ -97,7 +97,7 @@ def _prepared(
     q, k, v, segment_ids, *cotangents = arrays
     T, S = q.shape[1], k.shape[1]
     tile = getattr(tuning or MOSAIC_TILES[q.shape[-1]], kernel)
-    block_q, block_kv, *_ = tile
+    block_q, block_kv = tile[:2]
     bands = [band for band in tiles.bands(windows.within(S)) if band[0] < band[1]]
     static = Static(tuple(bands), S - T, windows.scale, tile, segment_ids is not None, interpret)
     tiles_of = tiles.query_tiles if kernel == "backward_kv" else tiles.key_tiles

@@ -202,6 +202,7 @@ def dual_window_backward_q(
     queries = position, _load_ids(ids_base, position, S, HAS_SEGMENTS)
 
     dq = tl.zeros([BLOCK_M, triton.next_power_of_2(H)], tl.float32)
+    scale_log2 = scale * LOG2E
     for band in tl.static_range(2):
         at_row = ((tl.cast(batch, tl.int64) + band * B) * N + head) * T + row
         lse_log2 = tl.load(lse_log2_ptr + at_row, mask=is_row, other=0.0)
@@ -215,7 +216,7 @@ def dual_window_backward_q(
                 start = tile_n * BLOCK_N
                 k = _load_rows(k_ptr + key_base, start, K * H, S, BLOCK_N, H, part != 1)
                 v = _load_rows(v_ptr + key_base, start, K * H, S, BLOCK_N, H, part != 1)
-                score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+                score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
                 weight = tl.exp2(score - lse_log2[:, None])
                 if part != 1:
                     weight = _masked(weight, 0.0, queries, start, reach, ids_base, S, HAS_SEGMENTS)

@@ -21,7 +21,7 @@ from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.generate import Request
 from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.measure.by_document import first_texts
-from ttcd_jax.measure.pictures import Picture, plot_heat_map, plot_lines
+from ttcd_jax.measure.pictures import Picture, plot_lines, save_figure
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Series, Subject, Task, digest, register
 from ttcd_jax.tasks.ruler.prompts import (
@@ -289,15 +289,7 @@ class Ruler(Task[list[Case], Answered]):
         line = f"Mean score of the tasks given at every length ({len(shared)}), by length."
         pictures = [Picture(Path("ruler.png"), line)]
         if given.intersection(SINGLE):
-            plot_heat_map(
-                folder / "depth.png",
-                title="A needle by its depth and the length of the text",
-                x_label=cls.x_label,
-                y_label="text before the needle (%)",
-                x=[units.count(length) for length in lengths],
-                y=[f"{low}-{low + 10}" for low in _DEPTHS],
-                panels=panels,
-            )
+            plot_depths(folder / "depth.png", lengths, panels)
             line = "Score of a single needle, by the share of the text before it and by length."
             pictures.append(Picture(Path("depth.png"), line))
         return pictures
@@ -313,6 +305,27 @@ class Ruler(Task[list[Case], Answered]):
     def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
         """As many samples of the same seed; tasks and lengths may differ."""
         return [options.get(name) for name in ("samples", "seed")]
+
+
+def plot_depths(path: Path, lengths: Sequence[int], panels: dict[str, list[Any]]) -> None:
+    """A PNG with a panel of scores in percent per series, [depths, lengths]; None is left white."""
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+
+    def draw(figure: Any) -> None:
+        title = "A needle by its depth and the length of the text"
+        figure.suptitle(title, weight="bold", x=0.01, ha="left")
+        for number, (name, values) in enumerate(panels.items(), start=1):
+            axes, cells = figure.add_subplot(rows, columns, number), np.array(values, float)
+            image = axes.imshow(cells, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+            axes.set_xticks(range(len(lengths)), [units.count(x) for x in lengths])
+            axes.set_yticks(range(len(_DEPTHS)), [f"{low}-{low + 10}" for low in _DEPTHS])
+            axes.grid(visible=False)
+            axes.set(xlabel=Ruler.x_label, ylabel="text before the needle (%)")
+            axes.set_title(name, fontsize=11, weight="normal")
+        figure.colorbar(image, ax=figure.axes, label="score (%)")
+
+    save_figure(path, draw, size=(2 + 4.5 * columns, 4.5 * rows), dpi=200)
 
 
 def _parts(series: Series[Answered]) -> dict[tuple[str, int], list[Answered]]:
