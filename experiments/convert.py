@@ -78,7 +78,8 @@ def _import(name: str, run_dir: Path) -> None:
 
 def _import_into(name: str, run_dir: Path, scratch: Path) -> None:
     from ttcd_jax.data.hub import model_folder
-    from ttcd_jax.interop.hugging_face import open_gguf_file, open_hugging_face
+    from ttcd_jax.interop.gguf_files import open_gguf
+    from ttcd_jax.interop.hugging_face import open_hugging_face
     from ttcd_jax.interop.reference_config import open_reference
     from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory
     from ttcd_jax.train.checkpoint import StreamedCheckpoints
@@ -89,7 +90,7 @@ def _import_into(name: str, run_dir: Path, scratch: Path) -> None:
         raise DataError(f"no checkpoint file or folder at {source}")
     folder = source if source.is_dir() else source.parent
     if FLAGS.format == "gguf":
-        (params, config, metadata), texts = open_gguf_file(source)
+        (params, config, metadata), texts = open_gguf(source)
         folder = scratch
         for file, text in texts.items():
             (folder / file).write_text(text)

@@ -16,29 +16,14 @@ from tokenizers import pre_tokenizers
 
 from ttcd_jax.data.tokenizer import special_tokens
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.interop.gguf_files import _NAMES, open_gguf
-from ttcd_jax.interop.hugging_face import open_gguf_file
+from ttcd_jax.interop.gguf_files import open_gguf
 from ttcd_jax.nn.rope import Llama3Config, RopeConfig, pair_frequencies
 from ttcd_jax.train.layers_on_disk import by_name, stacked
 from ttcd_jax.train.state import abstract_params, with_params
 
-OURS = {theirs: ours for ours, theirs in _NAMES.items()}
 NO_BOS = {"stop_ids": (), "adds_bos": False}
 TEXT = "It's 1234 dogs,  \n\n a café — and 42 quick foxes' tails.\t"
 Q = gguf.GGMLQuantizationType
-
-
-def _name(theirs):
-    parts = theirs.removeprefix("model.layers.").split(".")
-    if theirs.startswith("model.layers."):
-        return f"blk.{parts[0]}.{OURS['.'.join(parts[1:-1])]}.{parts[-1]}"
-    return f"{OURS[theirs.rsplit('.', 1)[0]]}.{parts[-1]}"
-
-
-def _in_pairs(value, heads):
-    """The rows of a head as llama.cpp rotates them."""
-    halves = value.reshape(heads, 2, -1, *value.shape[1:])
-    return halves.swapaxes(1, 2).reshape(value.shape)
 
 
 def _write(path, params, config, quantization=None, fields=(), factors=None):
@@ -58,16 +43,16 @@ def _write(path, params, config, quantization=None, fields=(), factors=None):
         getattr(writer, add)(*values)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    rows = {"q_proj": heads, "k_proj": config["num_key_value_heads"]}
     for theirs, value in params.items():
-        name, value = _name(theirs), value.astype(np.float32)
-        rows = {"attn_q": heads, "attn_k": config["num_key_value_heads"]}
-        if kind == "llama" and (count := rows.get(name.split(".")[-2])):
-            value = _in_pairs(value, count)
-        if quantization is not None and value.ndim == 2:
-            quantized = gguf.quantize(value, quantization)
-            writer.add_tensor(name, quantized, raw_dtype=quantization)
-        else:
-            writer.add_tensor(name, value)
+        name, value = names.get_name(theirs, (".weight", ".bias")), value.astype(np.float32)
+        if kind == "llama" and (count := rows.get(theirs.split(".")[-2])):  # as it rotates them
+            halves = value.reshape(count, 2, -1, *value.shape[1:])
+            value = halves.swapaxes(1, 2).reshape(value.shape)
+        quantized = quantization if value.ndim == 2 else None
+        value = value if quantized is None else gguf.quantize(value, quantized)
+        writer.add_tensor(name, value, raw_dtype=quantized)
     for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
         getattr(writer, step)()
     return path
@@ -86,7 +71,7 @@ def _case(stored, case):
 
 
 def _model(path):
-    (params, config, facts), _ = open_gguf_file(path)
+    (params, config, facts), _ = open_gguf(path)
     rows = {name: jnp.asarray(leaf.read()) for name, leaf in by_name(params).items()}
     whole = stacked(config, rows, by_name(abstract_params(config)))
     return with_params(config, unflatten_dict(whole, sep="/")), facts
@@ -112,7 +97,7 @@ def test_logits_are_those_of_transformers(case, stored, tmp_path):
 @pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_1, Q.Q5_0])
 def test_quantized_tensors_are_dequantized_by_the_library(kind, stored, tmp_path):
     params, config = _case(stored, "llama")
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 61, "head_dim": 32}
+    config |= {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 61, "head_dim": 32}
     rng = np.random.default_rng(0)
     shapes = {"up_proj": (512, 256), "gate_proj": (512, 256), "down_proj": (256, 512)}
     shapes |= {"q_proj": (192, 256), "k_proj": (64, 256), "v_proj": (64, 256)}
@@ -121,15 +106,15 @@ def test_quantized_tensors_are_dequantized_by_the_library(kind, stored, tmp_path
         name: rng.standard_normal(shapes.get(name.split(".")[-2], (256,)), np.float32)
         for name in params
     }
-    found = open_gguf(_write(tmp_path / "model.gguf", params, config | sizes, kind)).weights
-    for name, value in params.items():
-        part, heads = name.split(".")[-2], {"q_proj": 6, "k_proj": 2}
-        rows = _in_pairs(value, heads[part]) if part in heads else value
-        if value.ndim == 2:
-            rows = gguf.dequantize(gguf.quantize(rows, kind), kind).reshape(value.shape)
-        if part in heads:
-            rows = rows.reshape(heads[part], -1, 2, 256).swapaxes(1, 2).reshape(value.shape)
-        np.testing.assert_array_equal(found[name], rows)
+    rounded = {
+        name: gguf.dequantize(gguf.quantize(x, kind), kind) if x.ndim == 2 else x
+        for name, x in params.items()
+    }
+    (found, _, facts), _ = open_gguf(_write(tmp_path / "quantized.gguf", params, config, kind))
+    (plain, _, _), _ = open_gguf(_write(tmp_path / "plain.gguf", rounded, config))
+    assert facts["dequantized"].keys() == {"F32", kind.name}
+    for name, leaf in by_name(plain).items():
+        np.testing.assert_array_equal(by_name(found)[name].read(), leaf.read())
 
 
 def _vocabulary():
@@ -146,7 +131,7 @@ def test_a_tokenizer_is_that_of_its_tokens_and_merges(split, stored, tmp_path):
     fields = [("add_tokenizer_model", "gpt2"), ("add_tokenizer_pre", split)]
     fields += [("add_token_list", tokens), ("add_token_types", kinds), ("add_token_merges", merges)]
     fields += [("add_bos_token_id", 9), ("add_eos_token_id", 10), ("add_chat_template", "{{ x }}")]
-    texts = open_gguf(_write(tmp_path / "m.gguf", params, config, None, fields)).texts
+    _, texts = open_gguf(_write(tmp_path / "m.gguf", params, config, None, fields))
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     tokenizer = tokenizers.Tokenizer.from_str(texts["tokenizer.json"])
@@ -176,17 +161,17 @@ def test_a_tokenizer_is_that_of_its_tokens_and_merges(split, stored, tmp_path):
 def test_what_is_not_supported_is_named(fields, words, stored, tmp_path):
     path = _write(tmp_path / "model.gguf", *_case(stored, "llama"), None, fields)
     with pytest.raises(DataError, match=words):
-        open_gguf_file(path)
+        open_gguf(path)
 
 
 def test_another_architecture_and_lost_tensors_are_named(stored, tmp_path):
     params, config = _case(stored, "llama")
     path = _write(tmp_path / "a.gguf", params, config | {"model_type": "gemma"})
     with pytest.raises(DataError, match="of architecture 'gemma', not of llama, qwen2, qwen3"):
-        open_gguf_file(path)
+        open_gguf(path)
     params.pop("model.layers.1.mlp.up_proj.weight")
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
-        open_gguf_file(_write(tmp_path / "b.gguf", params, config))
+        open_gguf(_write(tmp_path / "b.gguf", params, config))
 
 
 def test_damaged_files_are_refused_before_they_take_memory(stored, tmp_path):
@@ -209,6 +194,6 @@ def test_damaged_files_are_refused_before_they_take_memory(stored, tmp_path):
             data[at] = draw.randrange(256)
         path.write_bytes(data)
         with contextlib.suppress(UserError):
-            (params, _, _), _ = open_gguf_file(path)
+            (params, _, _), _ = open_gguf(path)
             for leaf in by_name(params).values():
                 leaf.read()

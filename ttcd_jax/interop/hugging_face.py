@@ -24,14 +24,11 @@ from ttcd_jax.files import parse_json
 from ttcd_jax.interop.checkpoint import (
     CONFIG,
     Format,
-    ImportedModel,
     Params,
     as_json,
     exported,
-    imported,
     open_checkpoint,
 )
-from ttcd_jax.interop.gguf_files import open_gguf
 from ttcd_jax.methods import method_named
 from ttcd_jax.methods.in_place import PrefixSettings
 from ttcd_jax.methods.registry import Source
@@ -302,18 +299,6 @@ HUGGING_FACE = Format(
 # All parameters have the widest dtype of the files, bfloat16 as a rule, in which the model then
 # computes too (float32 where the files are float16).
 open_hugging_face = functools.partial(open_checkpoint, form=HUGGING_FACE)
-
-
-def open_gguf_file(path: Path) -> tuple[ImportedModel, dict[str, str]]:
-    """The model in a GGUF file, dequantized to float32, and the contents of the files that a folder
-    of transformers would have for its texts. Raises as `open_gguf` and `open_checkpoint` do."""
-    found = open_gguf(path)
-    architecture = FAMILIES[found.config["model_type"]].architecture
-    source = {"architectures": [architecture], "torch_dtype": "float32"} | found.config
-    texts = {name: text for name, text in found.texts.items() if name in TEXT_FILES}
-    text = as_json(source)
-    model = imported(path, HUGGING_FACE, source, found.weights, [path], text, texts)
-    return model._replace(metadata=model.metadata | {"dequantized": found.types}), found.texts
 
 
 def export_hugging_face(
