@@ -16,8 +16,6 @@ can.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -31,14 +29,12 @@ from ttcd_jax.config import DISTINCT, NonNegative, Positive
 from ttcd_jax.data.sources import text_records
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.model import InferenceModel, inference_model
-from ttcd_jax.measure.pictures import Picture, plot_lines
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Series, Subject, Task, digest, register
 from ttcd_jax.nn.attention import Attention
 from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.mlp import SwiGLU
 from ttcd_jax.nn.row import Row
-from ttcd_jax.nn.sinks import Sinks
 from ttcd_jax.nn.windows import attend
 
 CHUNK, RATE = 64, 0.5  # the lag of a memory's read; the rate of the delta rule
@@ -60,27 +56,12 @@ class LayerGap(NamedTuple):
     context: float  # both less regression
 
 
-_SHARES = LayerGap._fields[3:]
-
-
-@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gap(Task[list[np.ndarray], LayerGap]):
-    """What students of the `windows` miss in every one of `layers` (none given: all), of which
-    `sinks` first tokens stay visible, in `length` tokens, from token `start` on, of the first
-    `max_documents` documents of `text` (a file or folder; None: the run's held-out text); two or
-    more of them."""
+class WindowTask[Record: tuple[Any, ...]](Task[list[np.ndarray], Record]):
+    """A student sees a window and `sinks` first tokens. It reads `length` tokens, from token
+    `start` on, of the first `max_documents` documents of `text` (a file or folder; None: the run's
+    held-out text) that have them; of two or more, since others explain one."""
 
-    name = "gap"
-    title = "What a student's window misses, and who can explain it"
-    record = LayerGap
-    key = "layer"
-    x_label = "layer"
-    value = "context"
-    rank = 45
-
-    windows: Annotated[tuple[Positive, ...], DISTINCT] = (16, 128)
-    layers: tuple[NonNegative, ...] = ()
     sinks: NonNegative = 4
     start: NonNegative = 0
     length: Positive = 2048
@@ -88,20 +69,56 @@ class Gap(Task[list[np.ndarray], LayerGap]):
     text: str | None = None
 
     def rows(self, subject: Subject) -> list[np.ndarray]:
-        found = documents_of(subject, self.text, self.start, self.length, self.max_documents)
-        count = subject.model.config.num_layers
-        if any(layer >= count for layer in self.layers):
-            raise UserError(f"layers {self.layers} of a model of {count}: they count from 0")
+        found: list[np.ndarray] = []
+        stop = self.start + self.length
+        for part in text_records(subject.run_dir, subject.data, subject.tokenizer, self.text):
+            for document, size in enumerate(part.sizes.tolist()):
+                if size >= stop and len(found) < self.max_documents:
+                    found.append(np.asarray(part.read(document, self.start, stop), np.int32))
+        if len(found) < 2:
+            raise DataError(
+                f"{len(found)} documents have {stop} tokens, and others explain one: give two or "
+                "more, or a smaller --start or --length"
+            )
         return found
 
-    def series(self, subject: Subject, rows: list[np.ndarray]) -> Series[LayerGap]:
+    def series(self, subject: Subject, rows: list[np.ndarray]) -> Series[Record]:
         scorer = self.scorer(subject, subject.name, subject.model)
         return {subject.name: self.measure(scorer, rows, subject)}
 
+    def measured_on(self, rows: list[np.ndarray], subject: Subject) -> dict[str, str]:
+        return {"": digest([row.tolist() for row in rows])}
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gap(WindowTask[LayerGap]):
+    """What students of the `windows` miss in every one of `layers` (none given: all)."""
+
+    name = "gap"
+    title = "What a student's window misses, and who can explain it"
+    record = LayerGap
+    key = "layer"
+    x_label = "layer"
+    value = "context"
+    sentence = (
+        "The share of what the student misses that only this document's context explains: beyond a "
+        "linear map of its features, fitted on other documents."
+    )
+    rank = 45
+
+    windows: Annotated[tuple[Positive, ...], DISTINCT] = (16, 128)
+    layers: tuple[NonNegative, ...] = ()
+
+    def rows(self, subject: Subject) -> list[np.ndarray]:
+        count = subject.model.config.num_layers
+        if any(layer >= count for layer in self.layers):
+            raise UserError(f"layers {self.layers} of a model of {count}: they count from 0")
+        return super().rows(subject)
+
     def measure(self, scorer: Scorer, rows: list[np.ndarray], subject: Subject) -> list[LayerGap]:
         model, records = inference_model(scorer.model), []
-        embeddings = [embedded(model, jnp.asarray(row)[None]) for row in rows]
-        streams = embeddings
+        streams = embeddings = [embedded(model, jnp.asarray(row)[None]) for row in rows]
         for layer in range(model.config.num_layers):
             block = functools.partial(block_of, model, layer)
             if not self.layers or layer in self.layers:
@@ -112,55 +129,28 @@ class Gap(Task[list[np.ndarray], LayerGap]):
             streams = [_after(block(), h, x) for h, x in pairs]
         return records
 
-    def measured_on(self, rows: list[np.ndarray], subject: Subject) -> dict[str, str]:
-        return {"": digest([row.tolist() for row in rows])}
-
     @classmethod
     def table(cls, series: Series[LayerGap]) -> list[TableRow]:
         """A row per layer and window."""
         return [
-            {"layer": f"{label}, {x.layer}" if len(series) > 1 else x.layer, "window": x.window}
-            | {name: getattr(x, name) for name in LayerGap._fields[2:]}
+            x._asdict() | ({"layer": f"{label}, {x.layer}"} if len(series) > 1 else {})
             for label, records in series.items()
             for x in records
         ]
 
     @classmethod
-    def pictures(
-        cls, folder: Path, series: Series[LayerGap], chance: float | None
-    ) -> list[Picture]:
-        path, lines = folder / "gap.png", {}
+    def unit(cls, series: Series[LayerGap]) -> tuple[str, str]:
+        return cls.value, "context's share"
+
+    @classmethod
+    def curves(cls, series: Series[LayerGap]) -> dict[str, tuple[list[Any], list[Any]]]:
+        lines: dict[str, tuple[list[Any], list[Any]]] = {}
         for label, records in series.items():
-            for window in dict.fromkeys(x.window for x in records):
-                chosen = [x for x in records if x.window == window]
-                name = f"{label}, student's window {window}"
-                lines[name] = [f"{x.layer}" for x in chosen], [x.context for x in chosen]
-        plot_lines(
-            path, title=cls.title, x_label=cls.x_label, y_label="context's share", series=lines
-        )
-        sentence = (
-            "The share of what the student misses that only this document's context explains: "
-            "beyond a linear map of its features, fitted on other documents."
-        )
-        return [Picture(Path(path.name), sentence)]
-
-
-def documents_of(
-    subject: Subject, text: str | None, start: int, length: int, most: int
-) -> list[np.ndarray]:
-    """`length` tokens, from token `start` on, of the first documents that have them: two or more,
-    at most `most`."""
-    found: list[np.ndarray] = []
-    for part in text_records(subject.run_dir, subject.data, subject.tokenizer, text):
-        for document, size in enumerate(part.sizes.tolist()):
-            if size >= start + length and len(found) < most:
-                found.append(np.asarray(part.read(document, start, start + length), np.int32))
-    if len(found) < 2:
-        raise DataError(
-            f"{len(found)} documents have {start + length} tokens, and others explain one: give "
-            "two or more, or a smaller --start or --length"
-        )
-    return found
+            for x in records:
+                line = lines.setdefault(f"{label}, student's window {x.window}", ([], []))
+                line[0].append(f"{x.layer}")
+                line[1].append(x.context)
+        return lines
 
 
 class _Views(NamedTuple):
@@ -191,41 +181,30 @@ def _views(block: Any, h: jax.Array, window: int, sinks: int) -> _Views:
             f"a layer of {type(attention).__name__} and {type(mlp).__name__} has no student: task "
             "gap is for attention and SwiGLU"
         )
-    row, config = Row.of(h), attention.config
-
-    def normed(name: str, x: jax.Array) -> jax.Array:
-        eps = getattr(block.config, name).dims.norm_eps
-        return rms_norm(x, getattr(block, f"{name}_norm")[...], eps)
-
-    q, k, v = attention.project(normed("mixer", h), row.positions)
+    row = Row.of(h)
     own = attention.sinks(row.positions)
-    beside = Sinks(max(sinks, own.count), row.positions, own.logits)
-    inputs = []
-    for width, seen in ((config.window, own), (window, beside)):
-        (out,) = attend(q, k, v, None, (width,), config.attention_implementation, seen)
-        inputs.append(normed("mlp", h + attention.project_out(out)))
-    teacher, student = map(mlp.plain, inputs)
-    return _Views(mlp.features(inputs[1])[0], (teacher - student)[0], teacher[0])
+    beside = own._replace(count=max(sinks, own.count), positions=row.positions)
+    (mixed, _), (teacher, _) = (block.inputs(name, h, row) for name in ("mixer", "mlp"))
+    operands = *attention.project(mixed, row.positions), None, (window,)
+    (out,) = attend(*operands, attention.config.attention_implementation, beside)
+    seen, eps = h + attention.project_out(out), block.config.mlp.dims.norm_eps
+    student, y = rms_norm(seen, block.mlp_norm[...], eps), mlp.plain(teacher)
+    return _Views(mlp.features(student)[0], (y - mlp.plain(student))[0], y[0])
 
 
-def _explained(documents: list[_Views]) -> Iterator[float]:
+def _explained(documents: list[_Views]) -> tuple[float, ...]:
     """The fields of `LayerGap` after the first two."""
-    wide = [
-        _Views(*(x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in d)) for d in documents
-    ]
-    grams = [_gram(d.z, d.e) for d in wide]
-    sizes, shares = [], []
+    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), documents)
+    grams, found = [_gram(d.z, d.e) for d in wide], []
     for index, own in enumerate(wide):
-        others = [x for at, x in enumerate(wide) if at != index]
-        rest = [x for at, x in enumerate(grams) if at != index]
-        gram, target = (sum(parts) for parts in zip(*rest, strict=True))
+        gram, target = map(sum, zip(*grams[:index], *grams[index + 1 :], strict=True))
         maps = [fitted(gram, target, ridge) for ridge in RIDGES]
         regression = max(maps, key=lambda x, own=own: _share(own.e, own.z @ x))
-        mean = jnp.concatenate([x.e for x in others]).mean(0)
-        sizes.append(float(jnp.linalg.norm(own.e) / jnp.linalg.norm(own.y)))
-        shares.append([float(x) for x in _shares(own.z, own.e, regression, mean)])
-    mean, regression, total, delta, both = np.mean(shares, 0).tolist()
-    yield from (float(np.mean(sizes)), mean, regression, total, delta, both, both - regression)
+        mean = jnp.concatenate([x.e for x in wide if x is not own]).mean(0)
+        size = jnp.linalg.norm(own.e) / jnp.linalg.norm(own.y)
+        found.append([float(x) for x in (size, *_shares(own.z, own.e, regression, mean))])
+    means = np.mean(found, 0).tolist()
+    return *means, means[-1] - means[2]
 
 
 @jax.jit
@@ -264,15 +243,14 @@ def remembered(
     *,
     corrects: bool,
     rate: float = RATE,
-    memory: Float[Array, "F D"] | None = None,
     until: int | None = None,
 ) -> tuple[Matrix, Float[Array, "F D"]]:
     """(what a memory of the chunks before returns for every key, the memory at the end). It begins
-    as `memory`, else empty, and is written by the first `until` tokens (None: all), by the delta
-    rule if it `corrects`."""
-    length, most = len(key), len(key) if until is None else until
-    error, is_written = error.astype(key.dtype), jnp.arange(length) < most
-    parts = (key, error, is_written)
+    empty and is written by the first `until` tokens (None: all), by the delta rule if it
+    `corrects`."""
+    length = len(key)
+    is_written = jnp.arange(length) < (length if until is None else until)
+    parts = (key, error.astype(key.dtype), is_written)
     parts = [jnp.pad(x, ((0, -length % CHUNK),) + ((0, 0),) * (x.ndim - 1)) for x in parts]
     parts = [x.reshape(-1, CHUNK, *x.shape[1:]) for x in parts]
 
@@ -284,9 +262,8 @@ def remembered(
     def chunk(memory: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
         return jax.lax.scan(token, memory, operands)[0], operands[0] @ memory
 
-    if memory is None:
-        memory = jnp.zeros((key.shape[1], error.shape[1]), key.dtype)
-    memory, read = jax.lax.scan(chunk, memory, tuple(parts))
+    empty = jnp.zeros((key.shape[1], error.shape[1]), key.dtype)
+    memory, read = jax.lax.scan(chunk, empty, tuple(parts))
     return read.reshape(-1, error.shape[1])[:length], memory
 
 

@@ -30,12 +30,11 @@ from ttcd_jax.inference.decode import head_weight
 from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.measure.pictures import Picture, plot_bars
 from ttcd_jax.measure.scorer import Scorer
-from ttcd_jax.measure.task import Series, Subject, Task, digest, register
-from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.measure.task import Series, Subject, register
 from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.mlp import SwiGLU
 from ttcd_jax.nn.row import Row
-from ttcd_jax.tasks.gap import block_of, documents_of, embedded, fitted, remembered, unit
+from ttcd_jax.tasks.gap import WindowTask, block_of, embedded, fitted, remembered, unit
 from ttcd_jax.train.loss import token_scores
 from ttcd_jax.train.state import with_params
 
@@ -54,12 +53,10 @@ class Recovered(NamedTuple):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stream(Task[list[np.ndarray], Recovered]):
+class Stream(WindowTask[Recovered]):
     """The share of the headroom that a memory gives back, and its controls: between the model under
-    `window`, with `sinks` first tokens visible, and under its own. The memory is in `layer` (None:
-    at four fifths of the layers) and has this `rate`. Measured over the last two thirds of the
-    `length` tokens, from token `start` on, of the first `max_documents` documents of `text` (None:
-    the run's held-out text), two or more."""
+    `window` and under its own. The memory is in `layer` (None: at four fifths of the layers) and
+    has this `rate`. Measured over the last two thirds of the tokens."""
 
     name = "stream"
     title = "Distilling the stream without training: the share of the headroom"
@@ -70,13 +67,9 @@ class Stream(Task[list[np.ndarray], Recovered]):
     rank = 46
 
     window: Positive = 128
-    sinks: NonNegative = 4
-    start: NonNegative = 0
     layer: NonNegative | None = None
     rate: Annotated[float, Bound("above 0, at most 1", lambda rate: 0 < rate <= 1)] = 0.3
     length: Annotated[int, Bound("3 or more", lambda length: length >= 3)] = 3072
-    max_documents: Positive = 3
-    text: str | None = None
 
     def rows(self, subject: Subject) -> list[np.ndarray]:
         config = subject.model.config
@@ -87,27 +80,25 @@ class Stream(Task[list[np.ndarray], Recovered]):
                 f"window {self.window} is not shorter than the model's {config.window}: nothing is "
                 "lost, take a smaller --window"
             )
-        return documents_of(subject, self.text, self.start, self.length, self.max_documents)
-
-    def series(self, subject: Subject, rows: list[np.ndarray]) -> Series[Recovered]:
-        scorer = self.scorer(subject, subject.name, subject.model)
-        return {subject.name: self.measure(scorer, rows, subject)}
+        return super().rows(subject)
 
     def measure(self, scorer: Scorer, rows: list[np.ndarray], subject: Subject) -> list[Recovered]:
         config = scorer.model.config
         at = config.num_layers * 4 // 5 if self.layer is None else self.layer
         changes = {"window": self.window, "sink_tokens": self.sinks}
-        short = config.overridden({**_fields(config), **changes}, changes)
-        teacher, student = inference_model(scorer.model), inference_model(_of(short, scorer.model))
+        short = config.overridden({**vars(config), **changes}, changes)
+        params = nnx.to_pure_dict(nnx.state(scorer.model, nnx.Param))
+        teacher, student = map(inference_model, (scorer.model, with_params(short, params)))
+        beyond = range(at + 1, config.num_layers)
         tokens = [jnp.asarray(row) for row in rows]
         lessons = [_lesson(teacher, student, x, at) for x in tokens]
         records = []
         for index, (row, own) in enumerate(zip(tokens, lessons, strict=True)):
             others = [x for number, x in enumerate(lessons) if number != index]
             third, low = len(row) // 3, _loss(teacher, own.last, row)
-            top = _loss(student, _rest(student, own.after, at + 1), row)
+            top = _loss(student, _through(student, own.after, beyond), row)
             for name, added in self._added(own, others).items():
-                with_memory = _loss(student, _rest(student, own.after + added, at + 1), row)
+                with_memory = _loss(student, _through(student, own.after + added, beyond), row)
                 start = 2 * third if name == FROZEN else third
                 means = [float(x[start:].mean()) for x in (top, with_memory, low)]
                 share = (means[0] - means[1]) / (means[0] - means[2])
@@ -129,17 +120,14 @@ class Stream(Task[list[np.ndarray], Recovered]):
             FOREIGN: key @ foreign,
         }
 
-    def measured_on(self, rows: list[np.ndarray], subject: Subject) -> dict[str, str]:
-        return {"": digest([row.tolist() for row in rows])}
-
     @classmethod
     def table(cls, series: Series[Recovered]) -> list[TableRow]:
         """A row per memory: the mean share, the least and the greatest of a document."""
         rows = []
         for label, records in series.items():
             for name in dict.fromkeys(x.memory for x in records):
-                shares = [x.share for x in records if x.memory == name]
-                headroom = [x.headroom for x in records if x.memory == name]
+                found = (x[2:] for x in records if x.memory == name)
+                shares, headroom = zip(*found, strict=True)
                 rows.append(
                     {"memory": f"{label}, {name}" if len(series) > 1 else name}
                     | {"share": float(np.mean(shares)), "least": min(shares), "most": max(shares)}
@@ -174,30 +162,21 @@ class _Lesson(NamedTuple):
 _remembered = jax.jit(remembered, static_argnames=("corrects", "rate", "until"))
 
 
-def _fields(config: Any) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-
-
-def _of(config: Any, model: Transformer) -> Transformer:
-    """The model of the same parameters."""
-    return with_params(config, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-
-
 def _lesson(
     teacher: InferenceModel, student: InferenceModel, tokens: jax.Array, at: int
 ) -> _Lesson:
-    h = t = embedded(teacher, tokens[None])
-    for layer in range(at):
-        h, t = _layer(block_of(student, layer), h)[0], _layer(block_of(teacher, layer), t)[0]
+    start = embedded(teacher, tokens[None])
     (after, z, y), (theirs, _, x) = (
-        _layer(block_of(model, at), stream) for model, stream in ((student, h), (teacher, t))
+        _layer(block_of(model, at), _through(model, start, range(at)))
+        for model in (student, teacher)
     )
-    return _Lesson(after, z[0], (theirs - after)[0], (x - y)[0], _rest(teacher, theirs, at + 1))
+    last = _through(teacher, theirs, range(at + 1, teacher.config.num_layers))
+    return _Lesson(after, z[0], (theirs - after)[0], (x - y)[0], last)
 
 
-def _rest(model: InferenceModel, h: jax.Array, first: int) -> jax.Array:
-    """The stream after the layers from `first` on."""
-    for layer in range(first, model.config.num_layers):
+def _through(model: InferenceModel, h: jax.Array, layers: range) -> jax.Array:
+    """The stream after these layers."""
+    for layer in layers:
         h = _layer(block_of(model, layer), h)[0]
     return h
 
