@@ -155,14 +155,11 @@ def _chat(model: "InferenceModel", tokenizer: "JsonTokenizer", messages: list[by
 
     import_for("the template of --chat", "jinja2")
     from ttcd_jax.inference.chat import Chat
-    from ttcd_jax.inference.sampling import SamplingConfig
     from ttcd_jax.run.directory import RunDirectory, chat_template
 
     template = chat_template(RunDirectory(FLAGS.run_dir))
-    settings: dict[str, Any] = {"sampling": SamplingConfig(**_given(*_SAMPLING))}
-    settings |= _given("max_new_tokens") | {"system": FLAGS.system}
-    settings |= {"max_length": FLAGS.max_length or _CHAT_LENGTH}
-    chat = Chat(model, tokenizer, template, **settings)
+    options = {"system": FLAGS.system, "max_length": FLAGS.max_length or _CHAT_LENGTH}
+    chat = Chat(model, tokenizer, template, **options, **_settings())
     for message in messages or iter(lambda: sys.stdin.buffer.readline().rstrip(b"\r\n"), b""):
         is_pressed = threading.Event()  # Ctrl-C stops an answer between two tokens
         before = signal.signal(signal.SIGINT, lambda *_, event=is_pressed: event.set())
@@ -191,16 +188,21 @@ def _message(text: bytes) -> str:
         raise DataError(f"a message is not UTF-8 at byte {error.start}: convert it") from error
 
 
-def _generation(
-    model: "InferenceModel", tokenizer: "Tokenizer", rows: "list[np.ndarray]"
-) -> "Generation":
-    from ttcd_jax.inference.generate import Generation, Request
+def _settings() -> dict[str, Any]:
+    """The flags that are settings of a `Request`."""
     from ttcd_jax.inference.sampling import SamplingConfig
     from ttcd_jax.inference.text import typed
 
     sampling, stop = SamplingConfig(**_given(*_SAMPLING)), tuple(map(typed, FLAGS.stop))
-    settings = {"sampling": sampling, "stop": stop} | _given("max_new_tokens")
-    requests = [Request(tokens=row, **settings) for row in rows]
+    return {"sampling": sampling, "stop": stop} | _given("max_new_tokens")
+
+
+def _generation(
+    model: "InferenceModel", tokenizer: "Tokenizer", rows: "list[np.ndarray]"
+) -> "Generation":
+    from ttcd_jax.inference.generate import Generation, Request
+
+    requests = [Request(tokens=row, **_settings()) for row in rows]
     state, options = _state(model, len(rows)), _given("piece_size", "memory")
     return Generation(model, tokenizer, requests, state=state, **options)
 

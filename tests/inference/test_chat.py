@@ -2,18 +2,21 @@
 
 import json
 
+import commands
+import numpy as np
 import pytest
 from checks import randomize, refused
 from small_models import config_of
+from tiny_run import save_text_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from ttcd_jax.data.tokenizer import JsonTokenizer, special_tokens
+from ttcd_jax.data.tokenizer import JsonTokenizer, TokenizerConfig, special_tokens
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.chat import Chat, rendered
 from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.run.directory import RunDirectory, chat_template
+from ttcd_jax.run.directory import IMPORTED, RunDirectory, chat_template, load_run
 
 TEMPLATE = """{%- for message in messages %}
 <|{{ message.role }}|>{{ message.content }}{{ eos_token }}
@@ -58,21 +61,12 @@ def test_a_template_is_rendered_with_its_tokens_and_cannot_do_harm():
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ messages[9].content.x }}", "UndefinedError"),
     ]:
-        refused(
-            f"chat template of the checkpoint fails |{words}",
-            rendered,
-            template,
-            messages,
-            error=DataError,
-        )
+        refused(f"of the checkpoint fails |{words}", rendered, template, messages, error=DataError)
 
 
 def test_names_of_special_tokens_are_these_tokens_only_where_asked(tokenizer):
-    assert tokenizer.encode_marked("<|user|>a<|end|>").tolist() == [
-        258,
-        *tokenizer.encode("a"),
-        256,
-    ]
+    ids = [258, *tokenizer.encode("a"), 256]
+    assert tokenizer.encode_marked("<|user|>a<|end|>").tolist() == ids
     assert tokenizer.encode("<|user|>").max() < 256
     assert tokenizer.encode("<|user|>").size == 8
 
@@ -140,3 +134,26 @@ def test_the_template_is_that_of_the_import(tmp_path, texts, expected):
         refused("has no chat template", chat_template, directory)
     else:
         assert chat_template(directory) == expected
+
+
+def test_the_command_answers_lines_until_an_empty_one(tokenizer, tmp_path):
+    config = config_of("swa", vocab_size=260, has_tied_head=False, init_std=0.5)
+
+    def change(params):  # its likeliest tokens are printable
+        params["head"] = params["head"] * (np.arange(260) < 94)[:, None]
+
+    save_text_model(tmp_path / "run", config, change)
+    (tmp_path / "run/tokenizer.json").write_text(tokenizer._tokenizer.to_str())
+    own = TokenizerConfig(kind="json", path="tokenizer.json", bos_id=256, eos_id=256)
+    data = {"type": IMPORTED, "seq_len": 32, "tokenizer": own.replace(adds_bos=False).to_dict()}
+    texts = {"text_files": {"chat_template.jinja": TEMPLATE}}
+    RunDirectory(tmp_path / "run").write_import({"model": config.to_dict(), "data": data}, texts)
+    run = load_run(tmp_path / "run")
+    chat = Chat(inference_model(run.model), run.tokenizer, TEMPLATE, system="s", max_new_tokens=7)
+    answers = ["".join(x.text for x in chat.answer(text)) for text in ("one", "two, and three")]
+    line = "generate", f"--run_dir={tmp_path / 'run'}", "--max_new_tokens=7"
+    lines = "one\ntwo, and three\n\nfour\n"
+    assert commands.output(*line, "--chat", "--system=s", input=lines) == "\n".join([*answers, ""])
+    prompt = "<|system|>s<|end|><|user|>one<|end|><|assistant|>"
+    flags = "--special_tokens", "--prompt_file=-"
+    assert commands.output(*line, *flags, input=prompt) == answers[0] + "\n"

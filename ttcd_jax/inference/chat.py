@@ -12,7 +12,7 @@ import jinja2
 import jinja2.sandbox
 
 from ttcd_jax.data.tokenizer import JsonTokenizer
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.errors import DataError
 from ttcd_jax.inference.generate import Event, Generation, Request
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState, start_state
@@ -28,10 +28,9 @@ def rendered(template: str, messages: list[Message], **names: Any) -> str:
     def refuse(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    options: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        **options, extensions=["jinja2.ext.loopcontrols"]
-    )
+    blocks: Any = dict.fromkeys(("trim_blocks", "lstrip_blocks", "keep_trailing_newline"), True)
+    extensions = ["jinja2.ext.loopcontrols"]
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(**blocks, extensions=extensions)
     try:
         compiled = environment.from_string(template, globals={"raise_exception": refuse})
         return compiled.render(messages=messages, add_generation_prompt=True, **names)
@@ -58,9 +57,8 @@ class Chat:
         max_length: int | None = None,
         **settings: Any,
     ) -> None:
-        self.messages: list[Message] = []
-        if system is not None:
-            self.messages.append({"role": "system", "content": system})
+        first = {"role": "system", "content": system}
+        self.messages: list[Message] = [] if system is None else [first]
         self._model, self._tokenizer, self._template = model, tokenizer, template
         self._settings, self._max_length = settings, max_length
         self._state: InferenceState | None = None
@@ -70,16 +68,15 @@ class Chat:
         """The events of the assistant's answer to a message of the user. An answer that the caller
         leaves early is as long as it was. Raises `UserError` for more tokens than `max_length`."""
         self.messages.append({"role": "user", "content": text})
-        names = {
-            f"{role}_token": self._tokenizer.token(token)
-            for role, token in (("bos", self._tokenizer.bos_id), ("eos", self._tokenizer.eos_id))
-        }
-        whole = rendered(self._template, self.messages, **names)
+        tokenizer = self._tokenizer
+        bos, eos = map(tokenizer.token, (tokenizer.bos_id, tokenizer.eos_id))
+        whole = rendered(self._template, self.messages, bos_token=bos, eos_token=eos)
         if not self._read or not whole.startswith(self._read):
-            self._read, self._state = "", self._start()
-        new = self._tokenizer.encode_marked(whole.removeprefix(self._read))
+            self._read = ""
+            self._state = start_state(self._model, 1, max_length=self._max_length)
+        new = tokenizer.encode_marked(whole.removeprefix(self._read))
         request = Request(tokens=new, begins_with_bos=False, **self._settings)
-        generation = Generation(self._model, self._tokenizer, [request], state=self._state)
+        generation = Generation(self._model, tokenizer, [request], state=self._state)
         answer = ""
         try:
             for event in generation:
@@ -88,8 +85,3 @@ class Chat:
         finally:
             self._state, self._read = generation.state, whole + answer
             self.messages.append({"role": "assistant", "content": answer})
-
-    def _start(self) -> InferenceState:
-        if self._model.config.window is None and self._max_length is None:
-            raise UserError("full attention keeps all keys: give max_length, the most tokens")
-        return start_state(self._model, 1, max_length=self._max_length)
