@@ -24,8 +24,7 @@ from ttcd_jax.train.loss import summed_loss
 from ttcd_jax.train.state import params_shardings, with_params
 
 T, COUNT = 23, 3
-IDS = np.repeat([[4, 7, 9], [1, 2, 3]], [[2, 13, 8], [9, 1, 13]][0], axis=1)
-IDS[1] = np.repeat([1, 2, 3], [9, 1, 13])
+IDS = np.stack([np.repeat([4, 7, 9], [2, 13, 8]), np.repeat([1, 2, 3], [9, 1, 13])])
 
 
 def _defined(attention, h, row, window, count):
@@ -138,22 +137,13 @@ def _print_differences():
     ids = np.array([np.isin(np.arange(length), x).cumsum() for x in begins])
     tokens = rng.integers(0, 11, ids.shape)
     for method, segments in (("ipttcd", ids), ("swa", ids), ("swa", None)):
-        config = config_of(
-            *(method,),
-            **{
-                "num_heads": 2,
-                "dim": 16,
-                "mlp_dim": 16,
-                "window": 5,
-                "student_window": 2,
-                "vocab_size": 12,
-            },
-            **{"sink_tokens": COUNT, "has_sink_logits": True},
-        )
+        sizes = {"num_heads": 2, "dim": 16, "mlp_dim": 16, "vocab_size": 12}
+        windows = {"window": 5, "student_window": 2, "sink_tokens": COUNT, "has_sink_logits": True}
+        config = config_of(method, **sizes, **windows)
         params = nnx.to_pure_dict(nnx.state(randomize(Transformer, config), nnx.Param))
-        h = jnp.zeros((*ids.shape, 1))
-        rows = [x if x is None else jnp.asarray(x) for x in (segments,)]
-        batch = jnp.asarray(tokens), *rows, Row.of(h, segment_ids=rows[0]).positions
+        segments = None if segments is None else jnp.asarray(segments)
+        row = Row.of(jnp.asarray(tokens), segment_ids=segments)
+        batch = jnp.asarray(tokens), row.segment_ids, row.positions
 
         def run(params, *batch, config=config):
             return _loss(with_params(config, params), *batch)

@@ -60,31 +60,30 @@ def _share(e, prediction):
     return 1 - ((e - prediction)[half:] ** 2).sum() / (e[half:] ** 2).sum()
 
 
+def _layer(block, h, window, sinks):
+    """(stream after the block, features, MLP output)."""
+    norms = [np.asarray(getattr(block, f"{x}_norm")[...]) for x in ("mixer", "mlp")]
+    h = h + _attended(block.mixer, _norm(h, norms[0]), window, sinks)
+    z = _features(block.mlp, _norm(h, norms[1]))
+    y = z @ np.asarray(block.mlp.down[...])
+    return h + y, z, y
+
+
 def _expected(blocks, embedding, layer):
     found = []
     for tokens in DOCUMENTS:
         h = embedding[tokens]
-        for number, block in enumerate(blocks):
-            norms = [np.asarray(getattr(block, f"{x}_norm")[...]) for x in ("mixer", "mlp")]
-            inputs = [
-                _norm(h + _attended(block.mixer, _norm(h, norms[0]), *seen), norms[1])
-                for seen in ((block.mixer.config.window, 0), (WINDOW, SINKS))
-            ]
-            down = np.asarray(block.mlp.down[...])
-            z_T, z_S = (_features(block.mlp, x) for x in inputs)
-            if number == layer:
-                found.append((z_S, (z_T - z_S) @ down, z_T @ down))
-            h = h + _attended(block.mixer, _norm(h, norms[0]), block.mixer.config.window, 0)
-            h = h + z_T @ down
+        for block in blocks[: layer + 1]:
+            _, z, student = _layer(block, h, WINDOW, SINKS)
+            h, _, y = _layer(block, h, block.mixer.config.window, 0)
+        found.append((z, y - student, y))
     sizes, shares = [], []
     for at, (z, e, y) in enumerate(found):
         others = [x for n, x in enumerate(found) if n != at]
         mean = np.concatenate([x[1] for x in others]).mean(0)
         gram = sum(x[0].T @ x[0] for x in others)
-        eye, target = (
-            np.trace(gram) / len(gram) * np.eye(len(gram)),
-            sum(x[0].T @ x[1] for x in others),
-        )
+        eye = np.trace(gram) / len(gram) * np.eye(len(gram))
+        target = sum(x[0].T @ x[1] for x in others)
         fits = [z @ np.linalg.solve(gram + ridge * eye, target) for ridge in gap.RIDGES]
         linear = max(fits, key=lambda x, e=e: _share(e, x))
         total, half = _read(z, e, False)[0], LENGTH // 2
@@ -95,15 +94,6 @@ def _expected(blocks, embedding, layer):
         shares.append([_share(e, x) for x in predictions])
     shares = np.mean(shares, 0)
     return [np.mean(sizes), *shares, shares[-1] - shares[1]]
-
-
-def _layer(block, h, window, sinks):
-    """(stream after the block, features, MLP output)."""
-    norms = [np.asarray(getattr(block, f"{x}_norm")[...]) for x in ("mixer", "mlp")]
-    h = h + _attended(block.mixer, _norm(h, norms[0]), window, sinks)
-    z = _features(block.mlp, _norm(h, norms[1]))
-    y = z @ np.asarray(block.mlp.down[...])
-    return h + y, z, y
 
 
 def _recovered(blocks, embedding, norm, at, rate):

@@ -8,12 +8,12 @@ log-sum-exp L, which every kernel returns, and the scores s_j of the sink tokens
     out = (e^L o + sum_j e^{s_j} v_j) / (e^L + sum_j e^{s_j} + e^b)
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from ttcd_kernels.dual_window.tiles import documents
 
 from ttcd_jax.sharding import rules, sequence
 
@@ -30,122 +30,103 @@ class Sinks(NamedTuple):
     logits: Float[Array, " N"] | None = None
     kept: KeysValues | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.count and self.logits is None
-
 
 NO_SINKS = Sinks()
 
 
 class Seen(NamedTuple):
-    """Keys and values of the sink tokens of every query, or of all queries of a row (T = 1), and
-    how far before the query they are."""
+    """Keys and values of the sink tokens of every query, or of all queries of a row, and how far
+    before the query they are."""
 
-    keys: Float[Array, "B T n K H"]
-    values: Float[Array, "B T n K H"]
+    keys: Float[Array, "B *T n K H"]
+    values: Float[Array, "B *T n K H"]
     distance: Int[Array, "B T n"]
 
 
 def seen_by(
     shard: rules.Shard, row: KeysValues, segment_ids: Int[Array, "B T"] | None, sinks: Sinks
-) -> Seen:
-    """The sink tokens of the queries of a shard, from its keys and values or those `kept`."""
+) -> Seen | None:
+    """The sink tokens of the queries of a shard, from its keys and values or those `kept`; None
+    without any."""
+    if not (count := sinks.count):
+        return None
     assert sinks.positions is not None
-    count, (length, is_alone) = sinks.count, (row[0].shape[1], shard.size(sequence.SEQ) == 1)
-    distance = sinks.positions[..., None] - jnp.arange(count)
-    if sinks.kept is not None or (segment_ids is None and is_alone):
-        keys, values = (_first(x, count)[:, None] for x in sinks.kept or row)
-        return Seen(keys, values, distance)
-    ids = jnp.zeros(row[0].shape[:2], jnp.int32) if segment_ids is None else segment_ids
-    start, offset = documents(ids).start[..., None], jnp.arange(count)
-    begun, num_begun, continues = _from_left(shard, row, ids, start[:, -1:], count)
-    is_continued = (start == 0) & continues[:, None, None]
-    earlier = num_begun[:, None, None]
-    index = jnp.where(offset < earlier, offset, count + offset - earlier)
-    index = jnp.where(is_continued, index, count + start + offset)
+    offset, length = jnp.arange(count), row[0].shape[1]
+    distance = sinks.positions[..., None] - offset
+    if sinks.kept is not None or (segment_ids is None and shard.size(sequence.SEQ) == 1):
+        return Seen(*(_first(x, count) for x in sinks.kept or row), distance)
+    place = jnp.arange(length)[:, None] - distance  # in the shard; below 0 to the left of it
+    begun = _from_left(shard, row, place[:, 0])
+    index = jnp.where(place < 0, offset, count + place)
     index = jnp.minimum(index, count + length - 1)  # of tokens that no query sees
-
-    def chosen(begun: jax.Array, x: jax.Array) -> jax.Array:
-        return jax.vmap(lambda x, index: x[index])(jnp.concatenate([begun, x], 1), index)
-
-    keys, values = (chosen(*pair) for pair in zip(begun, row, strict=True))
-    return Seen(keys, values, distance)
+    whole = (jnp.concatenate(pair, 1) for pair in zip(begun, row, strict=True))
+    return Seen(*(jax.vmap(lambda x, index: x[index])(x, index) for x in whole), distance)
 
 
-def _from_left(
-    shard: rules.Shard, row: KeysValues, ids: jax.Array, start: jax.Array, count: int
-) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
-    """(first `count` keys and values of the document that is open where the shard begins, how many
-    of them are there, whether it goes on in the shard)."""
-    start, length = start[:, 0, 0], ids.shape[1]
-    is_same = (sequence.left_segment(shard, ids) == ids[:, 0]) & (shard.index(sequence.SEQ) > 0)
-    last = jax.tree.map(
-        lambda x: jax.vmap(lambda x, start: _first(jnp.roll(x, -start, 0)[None], count)[0])(
-            x, start
-        ),
-        row,
-    )
-    element = (last, jnp.minimum(length - start, count), is_same & (start == 0))
+def _from_left(shard: rules.Shard, row: KeysValues, place: Int[Array, "B n"]) -> list[jax.Array]:
+    """The keys and values [B, n, K, H] at a `place` to the left of the shard; 0 where it is not.
+    Every device sends every other what that one needs."""
+    parts, (B, length), n = shard.size(sequence.SEQ), row[0].shape[:2], place.shape[1]
+    if parts == 1:
+        return [jnp.zeros((B, n, *x.shape[2:]), x.dtype) for x in row]
+    begin = shard.index(sequence.SEQ) * length
+    here = jax.lax.all_gather(place + begin, sequence.SEQ) - begin  # [devices, B, n]
+    is_here = ((here >= 0) & (here < length))[..., None, None]
 
-    def combine(left: Any, right: Any) -> Any:
-        (before, many, is_open), (after, more, goes_on) = left, right
-        offset = jnp.arange(count)
+    def received(x: jax.Array) -> jax.Array:
+        found = jax.vmap(lambda x, at: x[at], (0, 1), 1)(x, jnp.clip(here, 0, length - 1))
+        return jax.lax.all_to_all(jnp.where(is_here, found, 0), sequence.SEQ, 0, 0).sum(0)
 
-        def appended(x: jax.Array, y: jax.Array) -> jax.Array:
-            def one(x: jax.Array, y: jax.Array, many: jax.Array) -> jax.Array:
-                return jnp.where((offset < many)[:, None, None], x, jnp.roll(y, many, 0))
-
-            whole = jax.vmap(one)(x, y, many)
-            return jnp.where(goes_on[:, None, None, None], whole, y)
-
-        most = jnp.where(goes_on, jnp.minimum(many + more, count), more)
-        return jax.tree.map(appended, before, after), most, goes_on & is_open
-
-    neutral = jax.tree.map(jnp.zeros_like, element)
-    begun, many, _ = sequence.exclusive_prefix(shard, element, combine, neutral)
-    return begun, many, is_same
+    return [*map(received, row)]
 
 
 def joined(
-    out: Float[Array, "B T N H"],
-    lse: Float[Array, "B T N"],
+    outputs: Sequence[Any],
+    windows: tuple[int | None, ...],
     q: Float[Array, "B T N H"],
     seen: Seen | None,
     logits: Float[Array, " N"] | None,
+) -> tuple[Float[Array, "B T N H"], ...]:
+    """The output of each window together with the sinks outside of it; `outputs`: those of a
+    teacher's and a student's window, then their log-sum-exps."""
+    found = [*zip(outputs[:2], outputs[2:], strict=True)][-len(windows) :]
+    if seen is None and logits is None:
+        return tuple(out for out, _ in found)
+    pairs = zip(found, windows, strict=True)
+    return tuple(_joined(*x, q, seen, logits, window) for x, window in pairs)
+
+
+def _joined(
+    out: jax.Array,
+    lse: Float[Array, "B T N"],
+    q: jax.Array,
+    seen: Seen | None,
+    logits: jax.Array | None,
     window: int | None,
-) -> Float[Array, "B T N H"]:
-    """The output of a window together with the sinks outside of it."""
-    B, T, N, H = q.shape
+) -> jax.Array:
     precision = "highest" if q.dtype == jnp.float32 else None
     options: Any = {"precision": precision, "preferred_element_type": lse.dtype}
-    peak = lse
+    scores, num_seen, values = [lse[..., None]], 0, None
     if seen is not None and window is not None:
-        letters, keys, values = "BTnKH", seen.keys, seen.values
-        if keys.shape[1] == 1:
-            letters, keys, values = "BnKH", keys[:, 0], values[:, 0]
-        grouped = q.reshape(B, T, keys.shape[-2], -1, H)
-        score = jnp.einsum(f"BTKGH,{letters}->BTKGn", grouped, keys, **options) * H**-0.5
-        is_seen = (seen.distance >= window)[:, :, None, None]
-        score = jnp.where(is_seen, score, -jnp.inf).reshape(B, T, N, -1)
-        peak = jnp.maximum(peak, score.max(-1))
+        keys, values, distance = seen
+        num_seen, letters = distance.shape[-1], "BTnKH" if keys.ndim == 5 else "BnKH"
+        grouped = q.reshape(*q.shape[:2], keys.shape[-2], -1, q.shape[-1])
+        score = jnp.einsum(f"BTKGH,{letters}->BTKGn", grouped, keys, **options)
+        is_seen = (distance >= window)[:, :, None]
+        score = score.reshape(*lse.shape, num_seen) * q.shape[-1] ** -0.5
+        scores.append(jnp.where(is_seen, score, -jnp.inf))
     if logits is not None:
-        logits = logits.astype(lse.dtype)
-        peak = jnp.maximum(peak, logits)
-    peak = jax.lax.stop_gradient(jnp.maximum(peak, jnp.finfo(peak.dtype).min))
-    own = jnp.exp(lse - peak)
-    total, acc = own, own[..., None] * out
-    if seen is not None and window is not None:
-        weight = jnp.exp(score - peak[..., None])
-        total = total + weight.sum(-1)
-        grouped = weight.astype(q.dtype).reshape(B, T, keys.shape[-2], -1, weight.shape[-1])
-        acc = acc + jnp.einsum(f"BTKGn,{letters}->BTKGH", grouped, values, **options).reshape(
-            q.shape
-        )
-    if logits is not None:
-        total = total + jnp.exp(logits - peak)
-    total = jnp.where(total > 0, total, 1)  # of a query that sees nothing
-    return (acc / total[..., None]).astype(out.dtype)
+        scores.append(jnp.broadcast_to(logits.astype(lse.dtype), lse.shape)[..., None])
+    score = jnp.concatenate(scores, -1)
+    peak = jnp.maximum(score.max(-1, keepdims=True), jnp.finfo(score.dtype).min)
+    weight = jnp.exp(score - jax.lax.stop_gradient(peak))
+    acc, total = weight[..., :1] * out, weight.sum(-1, keepdims=True)
+    if values is not None:
+        grouped = weight[..., 1 : 1 + num_seen].astype(q.dtype)
+        grouped = grouped.reshape(*q.shape[:2], values.shape[-2], -1, num_seen)
+        beside = jnp.einsum(f"BTKGn,{letters}->BTKGH", grouped, values, **options)
+        acc = acc + beside.reshape(q.shape)
+    return (acc / jnp.where(total > 0, total, 1)).astype(out.dtype)  # 0: a query that sees nothing
 
 
 def _first(x: jax.Array, count: int) -> jax.Array:

@@ -55,25 +55,21 @@ def attend(
         segment_ids: jax.Array | None,
         *beside: Any,
     ) -> Outputs:
-        own = Sinks(count, *beside)
-        seen = seen_by(shard, (k, v), segment_ids, own) if count else None
+        own = Sinks(sinks.count, *beside)
         reach = None if windows[0] is None else windows[0] - 1
-        (k, v), segment_ids = sequence.halo(shard, (k, v), segment_ids, reach)
+        keys_values, ids = sequence.halo(shard, (k, v), segment_ids, reach)
         outputs = dual_window_attention_with_lse(
-            *(q, k, v),
+            q,
+            *keys_values,
             teacher_window=windows[0],
             student_window=windows[-1],
-            segment_ids=segment_ids,
+            segment_ids=ids,
             implementation=implementation,
         )
-        found = [*zip(outputs[:2], outputs[2:], strict=True)][-len(windows) :]
-        return tuple(
-            out if own.is_empty else joined(out, lse, q, seen, own.logits, window)
-            for (out, lse), window in zip(found, windows, strict=True)
-        )
+        return joined(outputs, windows, q, seen_by(shard, (k, v), segment_ids, own), own.logits)
 
-    count, tokens = sinks.count, ("batch", "length")
-    names = (_QUERIES, _KEYS, _KEYS, tokens, tokens, ("heads",), ("batch", None, "kv_heads"))
+    kept, tokens = ("batch", None, "kv_heads"), ("batch", "length")
+    names = (_QUERIES, _KEYS, _KEYS, tokens, tokens, ("heads",), kept)
     run = rules.sharded(on_shard, names, (_QUERIES,) * len(windows))
     return run(q, k, v, segment_ids, *sinks[1:])
 
@@ -90,10 +86,6 @@ class KVCache(NamedTuple):
     def axes(self) -> "KVCache":
         names: Any = ("batch", None, "kv_heads", None)
         return KVCache(names, names, self.sinks and (names, names))
-
-    def first(self, count: int) -> KeysValues:
-        """Keys and values of the first positions."""
-        return self.sinks or (self.keys[:, :count], self.values[:, :count])
 
     def kinds(self) -> dict[str, "KVCache"]:
         return {"attention": self}
@@ -113,7 +105,8 @@ def attend_cached(
     piece."""
     after = _appended(cache, k, v, piece)
     if sinks.count:
-        sinks = sinks._replace(kept=after.first(sinks.count))
+        first = after.sinks or (after.keys[:, : sinks.count], after.values[:, : sinks.count])
+        sinks = sinks._replace(kept=first)
     if q.shape[1] == 1:
         return _one_token(q, piece, after, windows, implementation, sinks), after
     piece.cut.check("window", windows[0])
@@ -150,14 +143,8 @@ def _one_token(
         student_window=min(windows[-1] or slots, slots),
         implementation=chosen,
     )
-    outputs = [x[:, None] for x in outputs]
-    if sinks.is_empty:
-        return tuple(outputs[: len(windows)])
-    seen = seen_by(rules.Shard(), cache[:2], None, sinks) if sinks.count else None
-    return tuple(
-        joined(out, lse, q, seen, sinks.logits, window)
-        for out, lse, window in zip(outputs[:2], outputs[2:], windows, strict=False)
-    )
+    seen = seen_by(rules.Shard(), cache[:2], None, sinks)
+    return joined([x[:, None] for x in outputs], windows, q, seen, sinks.logits)
 
 
 def _newest(x: Float[Array, "B W K H"], piece: Piece) -> Float[Array, "B S K H"]:
