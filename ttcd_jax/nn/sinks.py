@@ -54,13 +54,15 @@ def seen_by(
     offset, length = jnp.arange(count), row[0].shape[1]
     distance = sinks.positions[..., None] - offset
     if sinks.kept is not None or (segment_ids is None and shard.size(sequence.SEQ) == 1):
-        return Seen(*(_first(x, count) for x in sinks.kept or row), distance)
+        keys, values = (_first(x, count) for x in sinks.kept or row)
+        return Seen(keys, values, distance)
     place = jnp.arange(length)[:, None] - distance  # in the shard; below 0 to the left of it
     begun = _from_left(shard, row, place[:, 0])
     index = jnp.where(place < 0, offset, count + place)
     index = jnp.minimum(index, count + length - 1)  # of tokens that no query sees
     whole = (jnp.concatenate(pair, 1) for pair in zip(begun, row, strict=True))
-    return Seen(*(jax.vmap(lambda x, index: x[index])(x, index) for x in whole), distance)
+    keys, values = (jax.vmap(lambda x, index: x[index])(x, index) for x in whole)
+    return Seen(keys, values, distance)
 
 
 def _from_left(shard: rules.Shard, row: KeysValues, place: Int[Array, "B n"]) -> list[jax.Array]:
