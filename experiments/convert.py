@@ -1,6 +1,7 @@
-"""Imports checkpoints of Hugging Face and of the reference implementation, exports to both.
+"""Imports checkpoints of Hugging Face, GGUF files and checkpoints of the reference implementation,
+exports to the first and the last.
 
-    python -m experiments.convert import --format=huggingface|reference PATH RUN_DIR
+    python -m experiments.convert import --format=huggingface|gguf|reference PATH RUN_DIR
                                   [--tokenizer=byte|none|FILE.json]
     python -m experiments.convert export --format=huggingface|reference RUN_DIR PATH
                                   [--step=N] [--dtype=float32|bfloat16|float16]
@@ -11,6 +12,8 @@ it can then be evaluated, and a run can start from it (RunConfig.start_from). A 
 PATH is copied. With --format=huggingface: a model of the families Llama (SmolLM2), Mistral, Qwen2
 or Qwen3, or an export of ours, with its special tokens, in the dtype of its files. PATH may also be
 OWNER/NAME[@REVISION] of the hub, which is read through its cache (HF_ENDPOINT, HF_HUB_OFFLINE).
+With --format=gguf: PATH is a file of llama.cpp of the architectures llama, qwen2 or qwen3, which is
+dequantized to float32; its tokenizer is imported if it is byte-level BPE of these families.
 
 export: writes such a folder from the newest step of a run whose method the reference, or
 transformers with the code that the folder then has, computes. An imported model is exported bit for
@@ -21,6 +24,7 @@ import contextlib
 import json
 import math
 import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +39,8 @@ if TYPE_CHECKING:
     from ttcd_jax.data.tokenizer import TokenizerConfig
 
 FLAGS = flags.FLAGS
-flags.DEFINE_enum(
-    "format", None, ["huggingface", "reference"], "Format of the checkpoint.", required=True
-)
+_FORMATS = ["huggingface", "gguf", "reference"]
+flags.DEFINE_enum("format", None, _FORMATS, "Format of the checkpoint.", required=True)
 flags.DEFINE_string(
     "tokenizer", None, "import: byte, none or a tokenizer.json; default: the one in PATH, if any."
 )
@@ -58,6 +61,8 @@ def main(argv: list[str]) -> None:
     if action not in commands:
         raise UserError(f"{action!r} is neither import nor export")
     command, foreign = commands[action]
+    if (FLAGS.format, action) == ("gguf", "export"):
+        raise UserError("--format=gguf is a format of import: export --format=huggingface")
     for name in foreign:
         if FLAGS[name].present:
             raise UserError(f"--{name} is no option of {action} --format={FLAGS.format}")
@@ -67,7 +72,13 @@ def main(argv: list[str]) -> None:
 
 
 def _import(name: str, run_dir: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        _import_into(name, run_dir, Path(scratch))
+
+
+def _import_into(name: str, run_dir: Path, scratch: Path) -> None:
     from ttcd_jax.data.hub import model_folder
+    from ttcd_jax.interop.gguf_files import open_gguf
     from ttcd_jax.interop.hugging_face import open_hugging_face
     from ttcd_jax.interop.reference_config import open_reference
     from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory
@@ -77,8 +88,15 @@ def _import(name: str, run_dir: Path) -> None:
     source = model_folder(name) if is_theirs else Path(name)
     if not source.exists():
         raise DataError(f"no checkpoint file or folder at {source}")
-    params, config, metadata = (open_hugging_face if is_theirs else open_reference)(source)
-    tokenizer = _tokenizer(source if source.is_dir() else source.parent, config.vocab_size)
+    folder = source if source.is_dir() else source.parent
+    if FLAGS.format == "gguf":
+        (params, config, metadata), texts = open_gguf(source)
+        folder = scratch
+        for file, text in texts.items():
+            (folder / file).write_text(text)
+    else:
+        params, config, metadata = (open_hugging_face if is_theirs else open_reference)(source)
+    tokenizer = _tokenizer(folder, config.vocab_size)
     length = json.loads(metadata["config_json"]).get("max_position_embeddings")
     is_length = type(length) is int and 2 <= length < 2**31
     data: dict[str, Any] = {"type": IMPORTED, "seq_len": length if is_length else _SEQ_LEN}
@@ -106,7 +124,7 @@ def _tokenizer(folder: Path, vocab_size: int) -> "TokenizerConfig | None":
     chosen = FLAGS.tokenizer or (str(file) if file.is_file() else "none")
     if chosen == "none":
         return None
-    if FLAGS.tokenizer is None and FLAGS.format == "huggingface":
+    if FLAGS.tokenizer is None and FLAGS.format != "reference":
         config = tokenizer_of(file)
     else:
         config = TokenizerConfig(**({} if chosen == "byte" else {"kind": "json", "path": chosen}))
@@ -128,6 +146,8 @@ def _print_import(metadata: dict[str, Any]) -> None:
     print(
         f"{metadata['model_type']}: {metadata['num_parameters']:,} parameters, {', '.join(dtypes)}"
     )
+    if types := metadata.get("dequantized"):
+        print(f"dequantized: {', '.join(f'{n} tensors of {kind}' for kind, n in types.items())}")
     unused = len(metadata["dropped"]) + (metadata["tied_head"] is not None)
     print(f"{len(metadata['dtypes']) - unused} tensors mapped, {len(metadata['dropped'])} dropped")
     for name in metadata["dropped"]:

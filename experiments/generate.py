@@ -2,6 +2,7 @@
 
     python -m experiments.generate --run_dir=DIR --prompt_file=FILE [--prompt_file=FILE ...]
                                    [--max_new_tokens=N] [--temperature=T] [--stop=TEXT ...]
+    python -m experiments.generate --run_dir=DIR --chat [--prompt_file=FILE ...] [--system=TEXT]
     python -m experiments.generate --run_dir=DIR --prompt_file=BOOK --max_new_tokens=0
                                    --save_state=STATE
     python -m experiments.generate --run_dir=DIR --load_state=STATE --prompt_file=-
@@ -11,10 +12,16 @@ each text is printed under the name of its file when it is finished. A prompt is
 file; `-` reads standard input. --save_state stores the state after everything read and generated;
 --load_state continues from it, with one --prompt_file for each of its rows.
 
+--chat: the model answers by the template of its checkpoint. Every --prompt_file is a message;
+without one, every line of standard input is, until an empty one. --special_tokens: in other prompts
+the name of a special token (<|im_end|>) is that token.
+
 Texts go to standard output, everything else to standard error.
 """
 
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +36,7 @@ from ttcd_jax.files import check_unused, write_json
 if TYPE_CHECKING:
     import numpy as np
 
-    from ttcd_jax.data.tokenizer import Tokenizer
+    from ttcd_jax.data.tokenizer import JsonTokenizer, Tokenizer
     from ttcd_jax.inference.generate import Generation
     from ttcd_jax.inference.model import InferenceModel
     from ttcd_jax.inference.state import InferenceState
@@ -41,6 +48,9 @@ flags.DEFINE_multi_string(
     "param", [], "A binding of the model, as in a .gin file; may be repeated."
 )
 flags.DEFINE_multi_string("prompt_file", [], "A prompt, - for standard input; may be repeated.")
+flags.DEFINE_bool("chat", False, "Answer messages by the template of the checkpoint.")
+flags.DEFINE_string("system", None, "The system's message of --chat.")
+flags.DEFINE_bool("special_tokens", False, "Names of special tokens in a prompt are these tokens.")
 flags.DEFINE_integer("max_new_tokens", None, "Tokens to generate; 0 reads only.")
 flags.DEFINE_multi_string("stop", [], "End before this text, \\n: a new line; may be repeated.")
 flags.DEFINE_float("temperature", None, "0 (the default) takes the likeliest token.")
@@ -63,6 +73,7 @@ flags.DEFINE_string("json", None, "A file for the texts and their tokens.")
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 _PROGRESS_SECONDS = 2.0
+_CHAT_LENGTH = 4096  # tokens of a conversation under full attention, unless --max_length says more
 
 
 def main(argv: list[str]) -> None:
@@ -72,12 +83,20 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.inference.saved_state import save_state
     from ttcd_jax.run.directory import load_run
 
+    if sys.stderr.isatty():
+        _say(f"loading {FLAGS.run_dir}; its programs are compiled at the first text")
     cli.keep_programs(None)
     run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
     if run.tokenizer is None:
         raise UserError(f"{FLAGS.run_dir} has no tokenizer: its data is not text")
     model = inference_model(run.model)
-    rows = [run.tokenizer.encode(prompt) for prompt in prompts]
+    if FLAGS.chat:
+        _chat(model, _marking(run.tokenizer), prompts)
+        return
+    if FLAGS.special_tokens:
+        rows = [_marking(run.tokenizer).encode_marked(_message(prompt)) for prompt in prompts]
+    else:
+        rows = [run.tokenizer.encode(prompt) for prompt in prompts]
     generation = _generation(model, run.tokenizer, rows)
     texts = _texts(generation)
     if FLAGS.save_state is not None:
@@ -93,8 +112,15 @@ def main(argv: list[str]) -> None:
 
 def _check_flags() -> None:
     file = FLAGS.json and Path(FLAGS.json)
+    others = ("load_state", "save_state", "json", "special_tokens")
     mistakes = {
-        "nothing to do: pass --prompt_file=FILE (- is standard input)": not FLAGS.prompt_file,
+        "nothing to do: pass --prompt_file=FILE (- is standard input) or --chat": (
+            not FLAGS.prompt_file and not FLAGS.chat
+        ),
+        f"--{', --'.join(others)} are for texts, not for the conversation of --chat": (
+            FLAGS.chat and any(FLAGS[name].value for name in others)
+        ),
+        "--system is a message of --chat: give both": FLAGS.system is not None and not FLAGS.chat,
         "standard input is read once: by one --prompt_file=-": FLAGS.prompt_file.count("-") > 1,
         "--max_length is for the start of a text: --load_state has its own": (
             FLAGS.load_state is not None and FLAGS.max_length is not None
@@ -123,16 +149,60 @@ def _prompt(file: str) -> bytes:
     return text
 
 
-def _generation(
-    model: "InferenceModel", tokenizer: "Tokenizer", rows: "list[np.ndarray]"
-) -> "Generation":
-    from ttcd_jax.inference.generate import Generation, Request
+def _chat(model: "InferenceModel", tokenizer: "JsonTokenizer", messages: list[bytes]) -> None:
+    """Answers the messages, or without any the lines of standard input until an empty one."""
+    from ttcd_jax.data.compressed import import_for
+
+    import_for("the template of --chat", "jinja2")
+    from ttcd_jax.inference.chat import Chat
+    from ttcd_jax.run.directory import RunDirectory, chat_template
+
+    template = chat_template(RunDirectory(FLAGS.run_dir))
+    options = {"system": FLAGS.system, "max_length": FLAGS.max_length or _CHAT_LENGTH}
+    chat = Chat(model, tokenizer, template, **options, **_settings())
+    for message in messages or iter(lambda: sys.stdin.buffer.readline().rstrip(b"\r\n"), b""):
+        is_pressed = threading.Event()  # Ctrl-C stops an answer between two tokens
+        before = signal.signal(signal.SIGINT, lambda *_, event=is_pressed: event.set())
+        try:
+            for event in chat.answer(_message(message)):
+                _show(event.text)
+                if is_pressed.is_set():
+                    break
+        finally:
+            signal.signal(signal.SIGINT, before)
+        _show("\n")
+
+
+def _marking(tokenizer: "Tokenizer") -> "JsonTokenizer":
+    from ttcd_jax.data.tokenizer import JsonTokenizer
+
+    if not isinstance(tokenizer, JsonTokenizer):
+        raise UserError("a tokenizer of bytes has no special tokens to name: leave the flag out")
+    return tokenizer
+
+
+def _message(text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"a message is not UTF-8 at byte {error.start}: convert it") from error
+
+
+def _settings() -> dict[str, Any]:
+    """The flags that are settings of a `Request`."""
     from ttcd_jax.inference.sampling import SamplingConfig
     from ttcd_jax.inference.text import typed
 
     sampling, stop = SamplingConfig(**_given(*_SAMPLING)), tuple(map(typed, FLAGS.stop))
-    settings = {"sampling": sampling, "stop": stop} | _given("max_new_tokens")
-    requests = [Request(tokens=row, **settings) for row in rows]
+    return {"sampling": sampling, "stop": stop} | _given("max_new_tokens")
+
+
+def _generation(
+    model: "InferenceModel", tokenizer: "Tokenizer", rows: "list[np.ndarray]"
+) -> "Generation":
+    from ttcd_jax.inference.generate import Generation, Request
+
+    requests = [Request(tokens=row, **_settings()) for row in rows]
     state, options = _state(model, len(rows)), _given("piece_size", "memory")
     return Generation(model, tokenizer, requests, state=state, **options)
 

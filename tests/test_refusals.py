@@ -167,7 +167,8 @@ ZERO = {
     *("max_skipped_steps", "memory_warmup", "seed", "init_std", "norm_eps", "qk_norm_eps", "eta"),
     *("beta1", "beta2", "weight_decay", "momentum", "zero_slope", "warmup", "decay_ratio"),
     *("floor_ratio", "offset", "offset_max", "num_fewshot", "bos_id", "eos_id"),
-    *("validation_percent", "validation_files", "temperature", "min_p"),
+    *("validation_percent", "validation_files", "temperature", "min_p", "sinks", "sink_tokens"),
+    *("layer", "start"),
 }
 
 

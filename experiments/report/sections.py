@@ -48,10 +48,14 @@ class Run(NamedTuple):
 
 
 def write_report(
-    run_dirs: Sequence[Path], output: Path, next_steps: Sequence[str]
+    run_dirs: Sequence[Path],
+    output: Path,
+    next_steps: Sequence[str],
+    between: tuple[str, str] | None = None,
 ) -> list[Section]:
     """Writes `index.html` and its pictures into `output`; returns the sections of the page. Raises
-    `UserError` for a folder of which nothing was measured, `DataError` for damaged results."""
+    `UserError` for a folder of which nothing was measured, and where no task has results `between`
+    two columns; `DataError` for damaged results."""
     files = [path for path in run_dirs if path.is_file()]
     sweeps = [path for path in run_dirs if (path / "records").is_dir()]
     others = [path for path in run_dirs if path not in (*files, *sweeps)]
@@ -68,7 +72,7 @@ def write_report(
             )
     with coloured_by_run([run.label for run in runs]) as colours:
         sections = [
-            *task_sections(results, output),
+            *task_sections(results, output, between),
             *_sweeps(sweeps, output),
             *training_sections(runs, output),
             *(section for path in files for section in _tables(path)),

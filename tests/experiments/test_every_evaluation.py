@@ -29,20 +29,25 @@ SMALL = {
     "harness": ("--tasks=hellaswag", "--data=HERE"),
     "recall": ("--max_rows=8",),
     "needle": ("--batch_size=2", "--distances=16,64"),
+    "gap": ("--windows=4", "--layers=0", "--length=100", "--max_documents=2"),
+    "stream": ("--window=4", "--length=100", "--max_documents=2"),
 }
+RUNS = dict.fromkeys(("recall", "needle"), "recall") | {"stream": "swa"}
 
 
 def test_every_task_runs_from_its_options_to_the_page(tmp_path):
     """The first by the command itself, the others in this process, which is faster."""
     subjects = {}
-    for gin in ("quickstart", "recall"):
-        run_dir, flags = tmp_path / gin, tiny_run.flags(f"{gin}.gin", "STEPS=2")
+    changes = {"quickstart": (), "recall": (), "swa": ("include 'method/swa.gin'",)}
+    for name, given in changes.items():
+        run_dir, gin = tmp_path / name, "recall" if name == "recall" else "quickstart"
+        flags = tiny_run.flags(f"{gin}.gin", "STEPS=2", *given)
         commands.output("launch", *flags, f"--run_dir={run_dir}")
         run, data = load_run(run_dir), RunDirectory(run_dir).read_part("data")
-        subjects[gin] = Subject(run.model, run.tokenizer, data, run_dir)
+        subjects[name] = Subject(run.model, run.tokenizer, data, run_dir)
     (tmp_path / "hellaswag.jsonl").write_text(json.dumps(QUESTION) + "\n")
     for name, task in TASKS.items():
-        subject = subjects["recall" if name in ("recall", "needle") else "quickstart"]
+        subject = subjects[RUNS.get(name, "quickstart")]
         options = [option.replace("=HERE", f"={tmp_path}") for option in SMALL[name]]
         if name == "ppl":
             line = f"--run_dir={subject.run_dir}", f"--task={name}", *options
@@ -51,7 +56,7 @@ def test_every_task_runs_from_its_options_to_the_page(tmp_path):
             evaluate(parse_options(task, f"task {name}", options), subject, 2).write()
         folder = subject.run_dir / "eval" / name
         result = json.loads((folder / "results.json").read_text())
-        assert len(result["series"]) == (1 if name == "distillation" else 2)
+        assert len(result["series"]) == (1 if name in ("distillation", "gap", "stream") else 2)
         assert all(result["series"].values())
         assert any(path.suffix == ".png" for path in folder.iterdir())
         assert not (folder / ".unfinished").exists()

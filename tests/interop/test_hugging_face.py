@@ -182,14 +182,19 @@ def test_special_tokens_are_those_of_the_folder(tmp_path):
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
         return special_tokens(tmp_path)
 
+    bos = {"adds_bos": True}
     assert found(config={"eos_token_id": None}) == {}
-    assert found(config={"eos_token_id": 5}) == {"bos_id": 5, "eos_id": 5, "stop_ids": ()}
+    assert found(config={"eos_token_id": 5}) == {"bos_id": 5, "eos_id": 5, "stop_ids": ()} | bos
     both = {"bos_token_id": 9, "eos_token_id": [3, 4]}
-    assert found(generation_config=both) == {"bos_id": 9, "eos_id": 3, "stop_ids": (4, 5)}
+    assert found(generation_config=both) == {"bos_id": 9, "eos_id": 3, "stop_ids": (4, 5)} | bos
     added = [{"content": "<end>", "id": 4}, {"content": "<go>", "id": 2}]
     names = {"eos_token": {"content": "<end>"}, "bos_token": "<go>"}
     again = found(tokenizer={"added_tokens": added}, tokenizer_config=names)
-    assert again == {"bos_id": 2, "eos_id": 4, "stop_ids": (3, 5)}
+    assert again == {"bos_id": 2, "eos_id": 4, "stop_ids": (3, 5), "adds_bos": False}
+    processor = {"special_tokens": {"<go>": {"id": "<go>", "ids": [2]}}}
+    tokenizer = {"added_tokens": added, "post_processor": processor}
+    assert found(tokenizer=tokenizer) == again | bos
+    assert not found(tokenizer_config=names | {"add_bos_token": False})["adds_bos"]
     assert found(tokenizer_config={"bos_token": None})["bos_id"] == 9
     for damaged in (7, {"a": 1}, [7, {"content": ["<go>"], "id": 2}]):
         assert found(tokenizer={"added_tokens": damaged})["bos_id"] == 9

@@ -65,11 +65,12 @@ def test_the_code_of_exports_is_the_one_that_was_run():
 @pytest.mark.parametrize("name", MODELS)
 def test_an_export_is_imported_bit_for_bit(name, tmp_path):
     config = MODELS[name]
+    is_own = bool(config.fast_layers or config.sink_tokens)
     leaves, again, _ = open_hugging_face(write(name, tmp_path / name))
-    assert (tmp_path / name / MODELING.name).exists() == bool(config.fast_layers)
+    assert (tmp_path / name / MODELING.name).exists() == is_own
     read = {path: leaf.read() for path, leaf in by_name(leaves).items()}
     assert_same(read, unstacked(config, by_name(params_of(config))))
-    if config.fast_layers:
+    if is_own:
         assert again == config
     else:
         unseen = {"student_window": 1, "memory": None}
@@ -240,8 +241,8 @@ def test_a_model_of_the_hub_is_imported_through_its_cache(tmp_path):
 
 
 ENVIRONMENTS = ROOT / ".venv/transformers"
-# The published sum, the delta rule with a gated decay, full attention, IP-TTT.
-NAMES = ("published", "corrected", "continued", "embeddings")
+# The published sum, the delta rule with a gated decay, full attention, IP-TTT, sinks.
+NAMES = ("published", "corrected", "continued", "embeddings", "sinks")
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from corpora import json_lines, text_file
 from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, train_tokenizer
-from ttcd_jax.errors import DataError
+from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.measure import by_document
 from ttcd_jax.measure.by_document import Means, Selection, means_of, means_over_documents, select
-from ttcd_jax.tasks.documents import BlockLoss
+from ttcd_jax.tasks.documents import BlockLoss, FinalBlock
 
 TEXTS = {"a": b"abcdefghij", "b": b" \n\t ", "c": b"klm", "d": b"nopqrstuvwxyz", "e": b"0123456"}
 
@@ -174,6 +174,35 @@ def test_differences_of_variants_are_paired_by_document():
     assert high[0] - low[0] < 0.01 < 0.5 < np.ptp(means["other"][1][1:])
     series |= {"run, off (eta = 0)": off[1:]}
     refused("on other tokens", means_of, series, lambda record: "all")
+
+
+def test_the_share_of_the_headroom_is_a_ratio_of_totals():
+    """Between full attention and a window; a model under the window is neither."""
+    rng = np.random.default_rng(0)
+    low, room = rng.normal(30, 2, (8, 2)), rng.normal(4, 1, (8, 2))
+    noise = rng.normal(0, 0.1, (8, 2))
+
+    def records(nll):
+        return [BlockLoss(j, i, 10, float(nll[i, j])) for i in range(8) for j in range(2)]
+
+    series = {
+        "full": records(low),
+        "window": records(low + room),
+        "memory": records(low + 0.7 * room + noise),
+        "nothing": records(low + room),
+    }
+    rows = FinalBlock.headroom(series, "window", "full")
+    assert [row["context"] for row in rows] == [0, 1, "all"]
+    given = 0.3 * room - noise
+    for row, part in zip(rows, ((0,), (1,), (0, 1)), strict=True):
+        x, y = given[:, part].sum(1), room[:, part].sum(1)
+        share = x.sum() / y.sum()
+        spread = np.sqrt(((x - share * y) ** 2).sum() / 7 * 8) / y.sum()
+        half = scipy.stats.t.ppf(0.975, 7) * spread
+        assert row["memory"] == f"{share:.3f} ± {half:.3f}"
+        assert row["nothing"] == "0.000 ± 0.000"
+    with pytest.raises(UserError, match="other tokens"):
+        FinalBlock.headroom(series | {"full": records(low)[2:]}, "window", "full")
 
 
 def test_a_mean_and_its_interval_are_one_cell():

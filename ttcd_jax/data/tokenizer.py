@@ -44,13 +44,15 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 class TokenizerConfig(Config):
     """The `kind` of a tokenizer: bytes, or the `tokenizer.json` at `path`, whose tokens that begin
     and end documents are `bos_id` and `eos_id`; without them, those with the usual names.
-    `stop_ids` end a generated text as eos does."""
+    `stop_ids` end a generated text as eos does. `adds_bos`: whether a prompt begins with bos; rows
+    of documents always do."""
 
     kind: Literal["byte", "json"] = "byte"
     path: str | None = None
     bos_id: NonNegative | None = None
     eos_id: NonNegative | None = None
     stop_ids: tuple[NonNegative, ...] = ()
+    adds_bos: bool = True
 
     def validate(self) -> None:
         if (self.kind == "json") != (self.path is not None):
@@ -70,6 +72,7 @@ class ByteTokenizer:
     bos_id = 256
     eos_id = 257
     stop_ids: tuple[int, ...] = ()
+    adds_bos = True
     vocab_size = 258
     digest = "byte"
 
@@ -107,13 +110,14 @@ class JsonTokenizer:
         bos_id: int | None = None,
         eos_id: int | None = None,
         stop_ids: Sequence[int] = (),
+        adds_bos: bool = True,
     ) -> None:
         if not Path(path).is_file():
             raise DataError(f"no tokenizer file at {path}; give the path of a tokenizer.json")
         source = read_json(Path(path))
         if not isinstance(source.get("model"), dict):
             raise DataError(f"{path} describes no tokenizer model; give a tokenizer.json")
-        with _library_errors(f"{path} describes no tokenizer"):
+        with library_errors(f"{path} describes no tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(source))
         # A file may carry the truncation and padding of its last use; documents here are whole.
         source |= {"truncation": None, "padding": None}
@@ -127,7 +131,7 @@ class JsonTokenizer:
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self.bos_id = self._special("bos", bos_id, BOS_NAMES, path)
         self.eos_id = self._special("eos", eos_id, EOS_NAMES, path)
-        self.stop_ids = tuple(stop_ids)
+        self.stop_ids, self.adds_bos = tuple(stop_ids), adds_bos
         if self.vocab_size > _MOST_IDS:
             raise DataError(f"{path} has id {self.vocab_size - 1:,}, ids end at {_MOST_IDS - 1:,}")
 
@@ -153,13 +157,20 @@ class JsonTokenizer:
         text = text.encode() if isinstance(text, str) else text
         return np.concatenate(list(self.encode_pieces(text)))
 
+    def encode_marked(self, text: str) -> np.ndarray:
+        """The ids of a prompt in which the name of a special token is that token."""
+        marked = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        marked.encode_special_tokens = False
+        with library_errors("the tokenizer cannot encode the text"):
+            return np.array(marked.encode(text, add_special_tokens=False).ids, np.int32)
+
     def encode_pieces(self, text: bytes) -> Iterator[np.ndarray]:
         """The ids of `encode`, some at a time; all at once where words may join across blanks."""
         for start, stop in itertools.pairwise(self._cuts(text)):
             if stop - start > _LARGE_PIECES * _PIECE_BYTES:
                 _check_memory(stop - start)
             piece = _decoded(text, start, stop)
-            with _library_errors("the tokenizer cannot encode the text"):
+            with library_errors("the tokenizer cannot encode the text"):
                 encoding = self._tokenizer.encode(piece, add_special_tokens=False)
             yield np.array(encoding.ids, np.int32)
 
@@ -184,7 +195,7 @@ class JsonTokenizer:
             return None
 
         def split(text: str) -> list[str]:
-            with _library_errors("the tokenizer cannot divide text"):
+            with library_errors("the tokenizer cannot divide text"):
                 return [word for word, _ in words.pre_tokenize_str(text)]
 
         sides = ["".join(x) for n in range(3) for x in itertools.product(_KINDS, repeat=n)]
@@ -197,7 +208,7 @@ class JsonTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         kept = [int(i) for i in ids if i not in (self.bos_id, self.eos_id)]
-        with _library_errors("the tokenizer cannot decode"):
+        with library_errors("the tokenizer cannot decode"):
             return self._tokenizer.decode(kept, skip_special_tokens=True)
 
     def num_bytes(self, ids: ArrayLike) -> np.ndarray:
@@ -233,7 +244,7 @@ def _check_memory(num_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def _library_errors(problem: str) -> Iterator[None]:
+def library_errors(problem: str) -> Iterator[None]:
     """Errors of the library as `DataError`. It raises `Exception` itself; subclasses pass. A panic
     of its code is a `BaseException` that no module exports."""
     try:
@@ -249,7 +260,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer that `config` describes."""
     if config.path is None:
         return ByteTokenizer()
-    return JsonTokenizer(config.path, config.bos_id, config.eos_id, config.stop_ids)
+    ends = config.bos_id, config.eos_id, config.stop_ids
+    return JsonTokenizer(config.path, *ends, config.adds_bos)
 
 
 def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> str:
@@ -291,7 +303,8 @@ def tokenizer_of(file: Path) -> TokenizerConfig:
 
 
 def special_tokens(folder: Path) -> dict[str, Any]:
-    """Fields of `TokenizerConfig`: `bos_id`, `eos_id` and `stop_ids`, {} where nothing is said.
+    """Fields of `TokenizerConfig`: `bos_id`, `eos_id`, `stop_ids` and `adds_bos`, {} where nothing
+    is said.
 
     The tokens that `tokenizer_config.json` names come first, then the ids of
     `generation_config.json` and of `config.json`; a model without bos, as Qwen3, separates
@@ -315,7 +328,12 @@ def special_tokens(folder: Path) -> dict[str, Any]:
     if not found["eos"]:
         return {}
     eos = tuple(dict.fromkeys(found["eos"]))
-    return {"bos_id": (found["bos"] or eos)[0], "eos_id": eos[0], "stop_ids": eos[1:]}
+    ends = {"bos_id": (found["bos"] or eos)[0], "eos_id": eos[0], "stop_ids": eos[1:]}
+    adds = names.get("add_bos_token")
+    if not isinstance(adds, bool):  # then the file's own processor decides
+        bos = next((name for name, x in ids.items() if x == ends["bos_id"]), None)
+        adds = bos is None or json.dumps(bos) in json.dumps(tokenizer.get("post_processor"))
+    return ends | {"adds_bos": adds}
 
 
 def _optional(file: Path) -> dict[str, Any]:

@@ -28,14 +28,17 @@ from ttcd_jax.tokens import check_tokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """A prompt, tokens [T] without bos, and where generation ends: at one of the `stop` strings,
-    one of the `stop_tokens` (None: the tokenizer's eos), or after `max_new_tokens` tokens."""
+    """A prompt, tokens [T], and where generation ends: at one of the `stop` strings, one of the
+    `stop_tokens` (None: the tokenizer's eos), or after `max_new_tokens` tokens. `begins_with_bos`:
+    whether bos comes before a prompt that begins a document (None: as the tokenizer's checkpoint
+    does)."""
 
     tokens: Sequence[int] | np.ndarray
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] | None = None
+    begins_with_bos: bool | None = None
 
     def __post_init__(self) -> None:
         if np.ndim(self.tokens) != 1:
@@ -62,7 +65,7 @@ class Generation(Iterator[Event]):
     """The events of a batch of requests, one row each, in the order of generation.
 
     `state` (one row per request; donated: do not use it again) has read the text before the
-    prompts; without it each begins a document, with bos. A row's text does not depend on the other
+    prompts; without it each begins a document. A row's text does not depend on the other
     rows. Random draws depend on positions: a prompt with the beginning of a generated text is
     continued as that text. The repetition penalty ignores tokens read before `state`.
 
@@ -166,7 +169,7 @@ def _prompts(
     requests: Sequence[Request],
     state: InferenceState | None,
 ) -> list[np.ndarray]:
-    """The tokens to read, with bos where a document begins, as in packing."""
+    """The tokens to read, with bos where a document begins with it."""
     position = np.zeros(len(requests), int) if state is None else np.asarray(state.position)
     if len(position) != len(requests):
         raise UserError(
@@ -180,7 +183,9 @@ def _prompts(
         except DataError as error:
             raise DataError(f"request {row}: {error}") from error
         prompt = np.asarray(request.tokens, np.int64)
-        if not position[row] and prompt[:1].tolist() != [tokenizer.bos_id]:
+        adds = request.begins_with_bos
+        adds = tokenizer.adds_bos if adds is None else adds
+        if adds and not position[row] and prompt[:1].tolist() != [tokenizer.bos_id]:
             prompt = np.concatenate([[tokenizer.bos_id], prompt])
         if not prompt.size:
             raise UserError(

@@ -4,7 +4,7 @@ Elements per row and layer, with W the window (`max_length` of full attention), 
 chunk, R the taps of a convolution; sums and running weights are in the state dtype (float32), all
 else in the compute dtype:
 
-    attention       2 W K H                 keys and values, a ring
+    attention       2 (W + n) K H           keys and values, a ring, and those of n sinks
     IP-TTCD         F D                     the sum of delta_w of full chunks
                     L (F + D)               keys and errors of the open chunk: delta_w, unmultiplied
                     (R - 1) (2 F + 1)       features and rates that convolutions look back at

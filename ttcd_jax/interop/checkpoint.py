@@ -136,9 +136,26 @@ def open_checkpoint(path: Path, form: Format) -> ImportedModel:
     `CheckpointError` for names or shapes that do not fit `config.json`.
     """
     folder = path if path.is_dir() else path.parent
-    config_file = folder / CONFIG
-    source, weights = read_json(config_file), _plainly_named(open_weights(path))
-    own = source.get("model")
+    file = folder / CONFIG
+    source, weights = read_json(file), _plainly_named(open_weights(path))
+    text = file.read_bytes().decode()  # line endings unchanged
+    texts = (folder / name for name in form.texts)
+    texts = {file.name: read_text(file) for file in texts if file.is_file()}
+    return imported(path, form, source, weights, [file, *weights.files], text, texts)
+
+
+def imported(
+    path: Path,
+    form: Format,
+    source: Mapping[str, Any],
+    weights: WeightFiles,
+    files: Sequence[Path],
+    text: str,
+    texts: Mapping[str, str],
+) -> ImportedModel:
+    """The model of the `config.json` `source`, whose text is `text`, with these weights. Of
+    `files`, the first has the configuration; `texts` are the contents of small files."""
+    config_file, own = files[0], source.get("model")
     counts = source.get("num_hidden_layers"), isinstance(own, dict) and own.get("num_layers")
     for layers in counts:
         if isinstance(layers, int) and layers > len(weights):  # before anything is built per layer
@@ -159,15 +176,13 @@ def open_checkpoint(path: Path, form: Format) -> ImportedModel:
     wanted = {form.renamed(name): x for name, x in names_on_disk(config).items()}
     shapes = {name: jax.eval_shape(x.layout.to_theirs, x.leaf) for name, x in wanted.items()}
     if problem := misfit(shapes, {name: weights.stored[name] for name in used}):
-        raise CheckpointError(f"{path} is not the model of its {CONFIG}: {problem}")
+        raise CheckpointError(f"{path} is not the model of its configuration: {problem}")
     params = {x.path: _leaf(weights, name, x, dtype) for name, x in wanted.items()}
-    texts = (folder / name for name in form.texts)
     metadata = {
         "format": form.name,
         "path": str(path.absolute()),
         "files": {
-            file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)}
-            for file in (config_file, *weights.files)
+            file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files
         },
         "model_type": source["model_type"],
         "num_parameters": sum(math.prod(leaf.shape) for leaf in params.values()),
@@ -175,8 +190,8 @@ def open_checkpoint(path: Path, form: Format) -> ImportedModel:
         "tied_head": _tied_head(weights, form.renamed(_EMBEDDING)) if is_tied else None,
         "ignored_keys": form.unread(source),
         "dtypes": {name: tensor.dtype.name for name, tensor in weights.stored.items()},
-        "config_json": config_file.read_bytes().decode(),  # line endings unchanged
-        "text_files": {file.name: read_text(file) for file in texts if file.is_file()},
+        "config_json": text,
+        "text_files": dict(texts),
     }
     return ImportedModel(unflatten_dict(params, sep="/"), config, metadata)
 

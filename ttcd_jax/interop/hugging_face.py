@@ -21,7 +21,14 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from ttcd_jax.data.tokenizer import BOS_NAMES, EOS_NAMES, TEXT_FILES, ByteTokenizer, Tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import parse_json
-from ttcd_jax.interop.checkpoint import CONFIG, Format, Params, as_json, exported, open_checkpoint
+from ttcd_jax.interop.checkpoint import (
+    CONFIG,
+    Format,
+    Params,
+    as_json,
+    exported,
+    open_checkpoint,
+)
 from ttcd_jax.methods import method_named
 from ttcd_jax.methods.in_place import PrefixSettings
 from ttcd_jax.methods.registry import Source
@@ -217,8 +224,9 @@ def source_of(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _is_own(config: TransformerConfig) -> bool:
-    """Whether `modeling_ttcd.py` computes the model."""
-    return method_named(config.method).layers != "none"
+    """Whether `modeling_ttcd.py` computes the model: one with a memory or attention sinks."""
+    has_memory = method_named(config.method).layers != "none"
+    return has_memory or bool(config.sink_tokens) or config.has_sink_logits
 
 
 def _family_keys(config: TransformerConfig) -> dict[str, Any]:
@@ -258,7 +266,7 @@ def _family_keys(config: TransformerConfig) -> dict[str, Any]:
 
 def _own_keys(config: TransformerConfig) -> dict[str, Any]:
     settings, remedy = config.settings, "export with --format=reference"
-    if not isinstance(settings, PrefixSettings):
+    if settings is not None and not isinstance(settings, PrefixSettings):
         raise UserError(f"{MODELING.name} has no memory of the method {config.method!r}: {remedy}")
     for name, value in _ASSUMED.items():
         if (found := getattr(settings, name, value)) != value:
@@ -302,8 +310,8 @@ def export_hugging_face(
     dtype: str | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """(tensors by their names in transformers, text of every small file) of a model for rows of up
-    to `length` tokens; a model with a memory has a file of code. `metadata`, `dtype` and errors are
-    those of `exported`."""
+    to `length` tokens; a model with a memory or sinks has a file of code. `metadata`, `dtype` and
+    errors are those of `exported`."""
     keys = {"max_position_embeddings": length}
     tensors, text = exported(params, config, metadata, dtype, form=HUGGING_FACE, **keys)
     code = {MODELING.name: MODELING.read_text()} if _is_own(config) else {}

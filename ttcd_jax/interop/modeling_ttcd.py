@@ -139,17 +139,32 @@ class RMSNorm(nn.Module):
         return (unit * self.weight.float()).to(x.dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Queries [B, N, T, H] and keys [B, K, S, H] that end together; a window counts the query."""
-    before, results = k.shape[2] - q.shape[2], []
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, first_tokens: int, logits: Tensor | None
+) -> Tensor:
+    """Queries [B, N, T, H] and keys [B, K, S, H] that end together; a window counts the query, and
+    has the first tokens beside it. `logits` [N]: a term in the denominator of each head."""
+    before, results, N = k.shape[2] - q.shape[2], [], q.shape[1]
+    if logits is not None:
+        k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.shape[3])], 2) for x in (k, v))
     for start in range(0, q.shape[2], _QUERIES):
         part = q[:, :, start : start + _QUERIES]
         first = before + start
         stop, begin = first + part.shape[2], 0 if window is None else max(first + 1 - window, 0)
         query = torch.arange(first, stop, device=q.device)[:, None]
-        key = torch.arange(begin, stop, device=q.device)
-        mask = key <= query if window is None else (key <= query) & (key > query - window)
-        seen = k[:, :, begin:stop], v[:, :, begin:stop]
+        key = torch.arange(stop, device=q.device)
+        key = key[(key >= begin) | (key < first_tokens)]
+        mask = key <= query
+        if window is not None:
+            mask &= (key > query - window) | (key < first_tokens)
+        if logits is not None:
+            mask = torch.where(mask, 0.0, -math.inf).to(q.dtype).expand(N, -1, -1)
+            own = logits.to(q.dtype)[:, None, None].expand(-1, len(query), 1)
+            mask, key = (
+                torch.cat([mask, own], 2),
+                torch.cat([key, key.new_tensor([k.shape[2] - 1])]),
+            )
+        seen = k[:, :, key], v[:, :, key]
         results.append(F.scaled_dot_product_attention(part, *seen, attn_mask=mask, enable_gqa=True))
     return torch.cat(results, 2).transpose(1, 2).flatten(2)
 
@@ -168,6 +183,10 @@ class Attention(nn.Module):
             if self.has_norm and name != "v":
                 self.add_module(f"{name}_norm", RMSNorm(size, c["qk_norm_eps"]))
         self.o_proj = nn.Linear(counts["q"] * size, config.hidden_size, bias=False)
+        self.first_tokens = c.get("sink_tokens", 0)
+        self.sinks = None
+        if c.get("has_sink_logits"):
+            self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads))
 
     def _heads(self, name: str, h: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
         x = getattr(self, f"{name}_proj")(h).unflatten(-1, (-1, self.size)).transpose(1, 2)
@@ -182,9 +201,13 @@ class Attention(nn.Module):
         """The results, and the keys and values that later tokens see."""
         q, *seen = self._heads("q", h, turn), self._heads("k", h, turn), self._heads("v", h, None)
         seen = [torch.cat(pair, 2) for pair in zip(past, seen, strict=True)] if past else seen
-        results = [self.o_proj(attend(q, *seen, window)) for window in self.windows]
+        sinks = self.first_tokens, self.sinks
+        results = [self.o_proj(attend(q, *seen, window, *sinks)) for window in self.windows]
         if None not in self.windows:
-            seen = [x[:, :, max(x.shape[2] + 1 - max(self.windows), 0) :] for x in seen]
+            stop = seen[0].shape[2]
+            begin = max(stop + 1 - max(self.windows), 0)
+            first = min(self.first_tokens, begin)
+            seen = [torch.cat([x[:, :, :first], x[:, :, begin:]], 2) for x in seen]
         return results, seen
 
 

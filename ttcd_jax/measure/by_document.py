@@ -187,7 +187,7 @@ def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
     whose losses say too little of others. For a difference of two models, give the differences of
     their sums: the interval is that of pairs.
     """
-    documents, total = (counts > 0).sum(axis=0), counts.sum(axis=0)
+    documents, total = (counts != 0).sum(axis=0), counts.sum(axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = sums.sum(axis=0) / total
         variance = ((sums - mean * counts) ** 2).sum(axis=0) * documents / (documents - 1)
@@ -218,14 +218,30 @@ def differences(
 ) -> tuple[list[Any], Means]:
     """The buckets, and nats per token of `records` less those of `base`, in pairs. Raises
     `UserError` for records of other tokens or buckets."""
-    names, nll, tokens = _sums(records, bucket)
-    base_names, base_nll, base_tokens = _sums(base, bucket)
-    if names != base_names or not np.array_equal(tokens, base_tokens):
+    names, (nll, base_nll), tokens = _paired_sums([records, base], bucket)
+    return names, means_over_documents(nll - base_nll, tokens)
+
+
+def shares(
+    records: Sequence[Any], control: Sequence[Any], ceiling: Sequence[Any], bucket: Bucket
+) -> tuple[list[Any], Means]:
+    """The buckets, and the share of the headroom, the losses of `control` less those of `ceiling`,
+    that `records` give back: a ratio of totals over documents. Raises as `differences`."""
+    names, (nll, top, low), _ = _paired_sums([records, control, ceiling], bucket)
+    return names, means_over_documents(top - nll, top - low)
+
+
+def _paired_sums(
+    series: Sequence[Sequence[Any]], bucket: Bucket
+) -> tuple[list[Any], list[np.ndarray], np.ndarray]:
+    """(buckets, sums of losses of every series, numbers of tokens)."""
+    (names, _, tokens), *others = found = [_sums(records, bucket) for records in series]
+    if not all(x == names and np.array_equal(y, tokens) for x, _, y in others):
         raise UserError(
             "two models were evaluated on other tokens or in other buckets: evaluate both with the "
             "same options (of recurrence, window and reach too)"
         )
-    return names, means_over_documents(nll - base_nll, tokens)
+    return names, [nll for _, nll, _ in found], tokens
 
 
 def _sums(records: Sequence[Any], bucket: Bucket) -> tuple[list[Any], np.ndarray, np.ndarray]:
@@ -328,6 +344,19 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
         for label, column in columns.items():
             for name, cell in column.items():
                 rows.setdefault(name, {cls.key: name})[label] = cell
+        return [*rows.values()]
+
+    @classmethod
+    def headroom(cls, series: Series[Record], control: str, ceiling: str) -> list[Row]:
+        """A row per bucket, and one of all: the share of the headroom between two of the series
+        that every other one gives back, with its interval."""
+        rows: dict[Any, dict[str, Any]] = {}
+        key = operator.attrgetter(cls.key)
+        for bucket in (key, lambda record: None if key(record) is None else "all"):
+            for label in (x for x in series if x not in (control, ceiling)):
+                found = shares(series[label], series[control], series[ceiling], bucket)
+                for name, cell in cells(*found).items():
+                    rows.setdefault(name, {cls.key: name})[label] = cell
         return [*rows.values()]
 
     @classmethod

@@ -268,15 +268,29 @@ def differing(measured_on: Sequence[Mapping[str, str | None]]) -> tuple[int, int
     return None
 
 
-def task_sections(runs: Mapping[str, list[Results]], output: Path) -> list[Section]:
+def task_sections(
+    runs: Mapping[str, list[Results]], output: Path, between: tuple[str, str] | None = None
+) -> list[Section]:
     """A section for each task that some run was evaluated on, those of the lowest `rank` first;
-    their pictures are drawn into `output`. `runs` is that of `read_all_results`."""
+    their pictures are drawn into `output`. `runs` is that of `read_all_results`. After one of
+    losses, the shares of the headroom `between` a control and a ceiling, where it has both. Raises
+    `UserError` if none has."""
     found: dict[type[Task], list[Results]] = {}
     for result in itertools.chain.from_iterable(runs.values()):
         found.setdefault(result.task, []).append(result)
-    sections = []
+    sections, labels, has_shares = [], dict[str, None](), False
     for task in sorted(found, key=lambda x: (x.rank, x.name)):
         whole = merged(found[task])
+        labels |= dict.fromkeys(whole.series)
         pictures = task.pictures(output, whole.series, whole.chance)
         sections.append(Section(task.title, whole.table, pictures, published(task.name)))
+        if between and {*between} <= {*whole.series}:
+            has_shares = True
+            title = f"{task.title}: share of the headroom between {between[0]} and {between[1]}"
+            if table := task.headroom(whole.series, *between):
+                sections.append(Section(title, table, ()))
+    if between and not has_shares:
+        raise UserError(
+            f"no task has results of both {' and '.join(between)}: name two of {', '.join(labels)}"
+        )
     return sections

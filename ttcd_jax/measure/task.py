@@ -180,6 +180,11 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
         return [Picture(Path(path.name), cls.sentence or sentence)]
 
     @classmethod
+    def headroom(cls, series: Series[Record], control: str, ceiling: str) -> list[Row]:
+        """Of losses: the share that every other series gives back of what lies between two."""
+        return []
+
+    @classmethod
     def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
         """Results of the same cases share a table where this is equal; `options` are JSON."""
         return [row[cls.key] for row in table]

@@ -40,6 +40,7 @@ from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.product import product
 from ttcd_jax.nn.rope import rotate
 from ttcd_jax.nn.row import Hidden, Piece, Row
+from ttcd_jax.nn.sinks import Sinks
 from ttcd_jax.nn.windows import KVCache, attend, attend_cached
 
 NORM_EPS = 1e-5
@@ -132,6 +133,8 @@ class LaCTConfig(SublayerConfig):
                     f"attention.{name} is for projections of its own; LaCT shares one with the "
                     f"memory: set memory.{name}"
                 )
+        if attention.has_sink_logits:
+            raise UserError("LaCT has no has_sink_logits: take sink_tokens")
         if attention.dim % N:
             raise UserError(f"num_fast_heads {N} does not divide dim {attention.dim}")
         if self.fast_hidden < 1:
@@ -227,7 +230,8 @@ class LaCT(Mixer, config=LaCTConfig):
         check_parts(length, memory.chunk_size)
         qkv, operands = self._operands(x, row.positions)
         windows, implementation = (attention.window,), attention.attention_implementation
-        (seen,) = attend(*qkv, row.segment_ids, windows, implementation)
+        sinks = Sinks(attention.sink_tokens, row.positions)
+        (seen,) = attend(*qkv, row.segment_ids, windows, implementation, sinks)
         reads, writes = jax.tree.map(lambda x: to_chunks(x, memory.chunk_size), operands)
         ids = row.segment_ids if memory.resets_at_document else None
         segments = chunk_segments(ids, memory.chunk_size)
@@ -246,9 +250,11 @@ class LaCT(Mixer, config=LaCTConfig):
         self, x: Hidden, piece: Piece, state: LaCTState, student: Hidden | None = None
     ) -> tuple[Hidden, LaCTState]:
         attention = self.config.attention
-        qkv, (reads, writes) = self._operands(x, piece.positions(x.shape[1]))
+        positions = piece.positions(x.shape[1])
+        qkv, (reads, writes) = self._operands(x, positions)
         windows, implementation = (attention.window,), attention.attention_implementation
-        (seen,), cache = attend_cached(*qkv, piece, state.cache, windows, implementation)
+        sinks = Sinks(attention.sink_tokens, positions)
+        (seen,), cache = attend_cached(*qkv, piece, state.cache, windows, implementation, sinks)
         fast, chunks = over_piece(self._memory(), state.chunks, reads, writes, piece)
         return self._joined(x, seen, fast), LaCTState(cache, chunks)
 

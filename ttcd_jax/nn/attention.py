@@ -10,12 +10,13 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels.dual_window.api import Implementation
 
 from ttcd_jax.axes import param
-from ttcd_jax.config import NonNegativeFloat, Positive
+from ttcd_jax.config import NonNegative, NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.nn.block import Dims, Mixer, Names, Output, SublayerConfig, Views
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.rope import RopeConfig, rotate
 from ttcd_jax.nn.row import Hidden, Piece, Row
+from ttcd_jax.nn.sinks import KeysValues, Sinks
 from ttcd_jax.nn.windows import KVCache, Outputs, Windows, attend, attend_cached
 
 
@@ -29,6 +30,8 @@ class Heads(Dims):
     with `qk_norm_eps`, 1e-6 in Hugging Face's Qwen3 and 1e-5 in the reference implementation,
     whatever its other norms use. `has_qkv_bias`: q, k and v have biases, as Qwen2's.
     `attention_implementation`: a kernel by its name in `ttcd_kernels`, or the one that fits.
+    `sink_tokens`: so many first tokens of its document a query sees besides its window.
+    `has_sink_logits`: every head has a learned term in the denominator of its softmax.
     """
 
     num_heads: Positive
@@ -40,6 +43,8 @@ class Heads(Dims):
     has_qkv_bias: bool = False
     qk_norm_eps: NonNegativeFloat = 1e-6
     attention_implementation: Implementation = "auto"
+    sink_tokens: NonNegative = 0
+    has_sink_logits: bool = False
 
     def validate(self) -> None:
         if self.head_dim is None and self.dim % self.num_heads:
@@ -83,6 +88,7 @@ class AttentionConfig(Heads, SublayerConfig):
         "v_proj.bias": ("value_bias", "same"),
         "q_norm.weight": ("query_norm", "same"),
         "k_norm.weight": ("key_norm", "same"),
+        "sinks": ("sink", "same"),
     }
 
     def flops(self, length: int) -> int | float:
@@ -91,7 +97,9 @@ class AttentionConfig(Heads, SublayerConfig):
 
     def score_flops(self, length: int) -> int | float:
         """q k^T and the weighted values."""
-        return 4 * visible_pairs(length, self.window) * self.width
+        beyond = length - (self.window or length)
+        pairs = sum(max(beyond - sink, 0) for sink in range(min(self.sink_tokens, length)))
+        return 4 * (visible_pairs(length, self.window) + pairs) * self.width
 
 
 def visible_pairs(length: int, window: int | None) -> int:
@@ -120,6 +128,13 @@ class Attention(Mixer, config=AttentionConfig):
         if config.has_qk_norm:
             self.query_norm = param(jnp.ones((H,), dtype), ("head_dim",))
             self.key_norm = param(jnp.ones((H,), dtype), ("head_dim",))
+        if config.has_sink_logits:
+            self.sink = param(jnp.zeros((config.num_heads,), dtype), ("heads",))
+
+    def sinks(self, positions: Int[Array, "B T"]) -> Sinks:
+        logits = self.sink[...] if self.config.has_sink_logits else None
+        count = self.config.sink_tokens
+        return Sinks(count, positions if count else None, logits)
 
     @property
     def windows(self) -> Windows:
@@ -127,8 +142,9 @@ class Attention(Mixer, config=AttentionConfig):
 
     def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, None]:
         q, k, v = self.project(x, row.positions)
-        implementation = self.config.attention_implementation
-        return self._out(attend(q, k, v, row.segment_ids, self.windows, implementation)), None
+        implementation, sinks = self.config.attention_implementation, self.sinks(row.positions)
+        seen = attend(q, k, v, row.segment_ids, self.windows, implementation, sinks)
+        return self._out(seen), None
 
     def start(self, batch_size: int, max_length: int | None) -> KVCache:
         return start_cache(self.config, batch_size, max_length)
@@ -136,9 +152,10 @@ class Attention(Mixer, config=AttentionConfig):
     def extend(
         self, x: Hidden, piece: Piece, state: KVCache, student: Hidden | None = None
     ) -> tuple[Output, KVCache]:
-        q, k, v = self.project(x, piece.positions(x.shape[1]))
-        implementation = self.config.attention_implementation
-        seen, state = attend_cached(q, k, v, piece, state, self.windows, implementation)
+        positions = piece.positions(x.shape[1])
+        q, k, v = self.project(x, positions)
+        implementation, sinks = self.config.attention_implementation, self.sinks(positions)
+        seen, state = attend_cached(q, k, v, piece, state, self.windows, implementation, sinks)
         return self._out(seen), state
 
     def project(
@@ -173,9 +190,15 @@ def start_cache(config: AttentionConfig, batch_size: int, max_length: int | None
         raise UserError(
             "full attention keeps all keys: give max_length, the most tokens that a row will have"
         )
-    shape = (batch_size, slots, config.kv_heads, config.head_size)
-    # Two arrays: the state is donated, and no buffer can be donated twice.
-    return KVCache(*(jnp.zeros(shape, config.precision.compute_dtype) for _ in range(2)))
+
+    def arrays(slots: int) -> KeysValues:
+        shape = (batch_size, slots, config.kv_heads, config.head_size)
+        # Two arrays: the state is donated, and no buffer can be donated twice.
+        first, second = (jnp.zeros(shape, config.precision.compute_dtype) for _ in range(2))
+        return first, second
+
+    keeps_sinks = config.window is not None and config.sink_tokens
+    return KVCache(*arrays(slots), arrays(config.sink_tokens) if keeps_sinks else None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

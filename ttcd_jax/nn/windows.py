@@ -5,17 +5,17 @@ from the neighbors, not a ring, whatever the length of the row. Only full attent
 Heads are independent: no traffic along `tensor`.
 """
 
-from typing import NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from ttcd_kernels import dual_window_attention, window_attention
 from ttcd_kernels.decode import api as decode
-from ttcd_kernels.dual_window.api import Implementation
+from ttcd_kernels.dual_window.api import Implementation, dual_window_attention_with_lse
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.nn.row import Piece, scatter
+from ttcd_jax.nn.sinks import NO_SINKS, KeysValues, Sinks, joined, seen_by
 from ttcd_jax.sharding import rules, sequence
 
 # The widest first; None: full attention.
@@ -33,8 +33,10 @@ def attend(
     segment_ids: Int[Array, "B S"] | None,
     windows: Windows,
     implementation: Implementation,
+    sinks: Sinks = NO_SINKS,
 ) -> Outputs:
-    """The output of each window; the queries are the last T of the S positions.
+    """The output of each window, with the `sinks` beside it; the queries are the last T of the S
+    positions.
 
     Raises `UserError` when `tensor` does not divide the kv heads.
     """
@@ -46,32 +48,44 @@ def attend(
         )
 
     def on_shard(
-        shard: rules.Shard, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+        shard: rules.Shard,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array | None,
+        *beside: Any,
     ) -> Outputs:
+        own = Sinks(sinks.count, *beside)
         reach = None if windows[0] is None else windows[0] - 1
-        (k, v), segment_ids = sequence.halo(shard, (k, v), segment_ids, reach)
-        options = {"segment_ids": segment_ids, "implementation": implementation}
-        if len(windows) == 1:
-            return (window_attention(q, k, v, window=windows[0], **options),)
-        teacher, student = windows
-        return dual_window_attention(
-            q, k, v, teacher_window=teacher, student_window=student, **options
+        keys_values, ids = sequence.halo(shard, (k, v), segment_ids, reach)
+        outputs = dual_window_attention_with_lse(
+            q,
+            *keys_values,
+            teacher_window=windows[0],
+            student_window=windows[-1],
+            segment_ids=ids,
+            implementation=implementation,
         )
+        return joined(outputs, windows, q, seen_by(shard, (k, v), segment_ids, own), own.logits)
 
-    names = (_QUERIES, _KEYS, _KEYS, ("batch", "length"))
-    return rules.sharded(on_shard, names, (_QUERIES,) * len(windows))(q, k, v, segment_ids)
+    kept, tokens = ("batch", None, "kv_heads"), ("batch", "length")
+    names = (_QUERIES, _KEYS, _KEYS, tokens, tokens, ("heads",), kept)
+    run = rules.sharded(on_shard, names, (_QUERIES,) * len(windows))
+    return run(q, k, v, segment_ids, *sinks[1:])
 
 
 class KVCache(NamedTuple):
     """Keys and values of the positions that attention may still see, a ring per row: position p
-    is in slot p mod W. Slots that were never written are zero."""
+    is in slot p mod W. Slots that were never written are zero. `sinks`: those of the first
+    positions, where a window leaves them behind."""
 
     keys: Float[Array, "B W K H"]
     values: Float[Array, "B W K H"]
+    sinks: KeysValues | None = None
 
     def axes(self) -> "KVCache":
-        names = ("batch", None, "kv_heads", None)
-        return KVCache(names, names)  # pyright: ignore[reportArgumentType]
+        names: Any = ("batch", None, "kv_heads", None)
+        return KVCache(names, names, self.sinks and (names, names))
 
     def kinds(self) -> dict[str, "KVCache"]:
         return {"attention": self}
@@ -85,43 +99,52 @@ def attend_cached(
     cache: KVCache,
     windows: Windows,
     implementation: Implementation,
+    sinks: Sinks = NO_SINKS,
 ) -> tuple[Outputs, KVCache]:
     """(the output of each window, the cache after the piece): `attend` over the cache and the
     piece."""
+    after = _appended(cache, k, v, piece)
+    if sinks.count:
+        first = after.sinks or (after.keys[:, : sinks.count], after.values[:, : sinks.count])
+        sinks = sinks._replace(kept=first)
     if q.shape[1] == 1:
-        cache = _appended(cache, k, v, piece)
-        return _one_token(q, piece, cache, windows, implementation), cache
+        return _one_token(q, piece, after, windows, implementation, sinks), after
     piece.cut.check("window", windows[0])
     ids, keys, values = None, k, v
     if piece.halo:
         keys, values = (
             jnp.concatenate([_newest(x, piece), new], axis=1)
-            for x, new in zip(cache, (k, v), strict=True)
+            for x, new in zip(cache[:2], (k, v), strict=True)
         )
     if piece.has_gap:
         # Slots that were never written are one more document.
         positions = piece.start[:, None] + jnp.arange(-piece.halo, k.shape[1])
         ids = (positions >= 0).astype(jnp.int32)
-    seen = attend(q, keys, values, ids, windows, implementation)
-    return seen, _appended(cache, k, v, piece)
+    return attend(q, keys, values, ids, windows, implementation, sinks), after
 
 
 def _one_token(
-    q: jax.Array, piece: Piece, cache: KVCache, windows: Windows, implementation: Implementation
+    q: jax.Array,
+    piece: Piece,
+    cache: KVCache,
+    windows: Windows,
+    implementation: Implementation,
+    sinks: Sinks,
 ) -> Outputs:
     slots = cache.keys.shape[1]
     # A kernel for long rows (mosaic) has no form for one query.
     has_form = implementation in get_args(decode.Implementation)
     chosen = cast(decode.Implementation, implementation) if has_form else "auto"
-    teacher, student = decode.decode_attention(
+    outputs = decode.decode_attention_with_lse(
         q[:, 0],
-        *cache,
+        *cache[:2],
         piece.start + piece.lengths - 1,
         teacher_window=min(windows[0] or slots, slots),
         student_window=min(windows[-1] or slots, slots),
         implementation=chosen,
     )
-    return (teacher[:, None], student[:, None])[: len(windows)]
+    seen = seen_by(rules.Shard(), cache[:2], None, sinks)
+    return joined([x[:, None] for x in outputs], windows, q, seen, sinks.logits)
 
 
 def _newest(x: Float[Array, "B W K H"], piece: Piece) -> Float[Array, "B S K H"]:
@@ -134,5 +157,10 @@ def _appended(cache: KVCache, k: jax.Array, v: jax.Array, piece: Piece) -> KVCac
     slots = cache.keys.shape[1]
     offset = jnp.arange(k.shape[1])
     is_kept = (offset < piece.lengths[:, None]) & (offset >= piece.lengths[:, None] - slots)
-    targets = jnp.where(is_kept, piece.positions(k.shape[1]) % slots, slots)
-    return KVCache(scatter(cache.keys, k, targets), scatter(cache.values, v, targets))
+    positions, sinks = piece.positions(k.shape[1]), cache.sinks
+    targets = jnp.where(is_kept, positions % slots, slots)
+    if sinks is not None:
+        most = sinks[0].shape[1]
+        first = jnp.where(offset < piece.lengths[:, None], jnp.minimum(positions, most), most)
+        sinks = scatter(sinks[0], k, first), scatter(sinks[1], v, first)
+    return KVCache(scatter(cache.keys, k, targets), scatter(cache.values, v, targets), sinks)

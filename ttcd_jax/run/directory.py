@@ -29,7 +29,7 @@ from ttcd_jax.data.records import sealed
 from ttcd_jax.data.sources import MANIFEST, check_unchanged, text_data
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import CheckpointError, UserError
-from ttcd_jax.files import lock, read_json, write_json, write_whole
+from ttcd_jax.files import lock, parse_json, read_json, write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.registry import IMPORTED_MODULES, check_imported
@@ -293,6 +293,29 @@ def tokenizer_config(directory: RunDirectory) -> TokenizerConfig | None:
     if config.kind == "json" and copy.is_file():
         config = config.replace(path=str(copy))
     return config
+
+
+def imported_texts(directory: RunDirectory) -> dict[str, str]:
+    """The text files of the import that a run descends from, as far as its ancestors are there."""
+    if (metadata := directory.read_import()) is not None:
+        return metadata.get("text_files", {})
+    start = directory.read_config().get("start_from")
+    ancestor = RunDirectory(start) if isinstance(start, str) else None
+    return imported_texts(ancestor) if ancestor is not None and ancestor.is_claimed else {}
+
+
+def chat_template(directory: RunDirectory) -> str:
+    """The template of conversations that the checkpoint of a run came with. Raises `UserError` for
+    none."""
+    texts = imported_texts(directory)
+    if template := texts.get("chat_template.jinja"):
+        return template
+    settings = parse_json(texts.get("tokenizer_config.json", "{}").encode(), directory.path)
+    if not isinstance(template := settings.get("chat_template"), str):
+        raise UserError(
+            f"{directory.path} has no chat template: it is not of a checkpoint that answers"
+        )
+    return template
 
 
 def _environment() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from ttcd_jax.run.directory import (
     IMPORTED,
     TOKENIZER,
     RunDirectory,
+    imported_texts,
     load_params,
     tokenizer_config,
 )
@@ -55,22 +56,13 @@ def exported_run(
         params, config, length=length, metadata=metadata, dtype=dtype
     )
     if (tokenizer := tokenizer_config(directory)) is not None:
-        stored = _imported_texts(directory)
+        stored = imported_texts(directory)
         files |= text_files(build_tokenizer(tokenizer), stored) | (stored if metadata else {})
         if tokenizer.path is not None:
             files["tokenizer.json"] = Path(tokenizer.path).read_text()
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
     files["README.md"] = _card(directory, config, step, count, has_code=MODELING.name in files)
     return tensors, files, step
-
-
-def _imported_texts(directory: RunDirectory) -> dict[str, str]:
-    """The text files of the import that a run descends from, as far as its ancestors are there."""
-    if (metadata := directory.read_import()) is not None:
-        return metadata.get("text_files", {})
-    start = directory.read_config().get("start_from")
-    ancestor = RunDirectory(start) if isinstance(start, str) else None
-    return _imported_texts(ancestor) if ancestor is not None and ancestor.is_claimed else {}
 
 
 def _card(

@@ -1,0 +1,163 @@
+"""Attention with sinks, beside its definition by masks; as a program, on eight devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_close, distance, draw, randomize
+from devices import printed
+from flax import nnx
+from small_models import config_of, small_attention
+
+from ttcd_jax.errors import UserError
+from ttcd_jax.inference.decode import decode
+from ttcd_jax.inference.model import inference_model
+from ttcd_jax.inference.prefill import prefill
+from ttcd_jax.inference.state import start_state
+from ttcd_jax.interop.reference_config import export_reference
+from ttcd_jax.methods import METHODS
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.attention import Attention, DualWindowAttention, DualWindowConfig
+from ttcd_jax.nn.row import Row
+from ttcd_jax.sharding.mesh import AXES, MeshConfig, build_mesh
+from ttcd_jax.train.loss import summed_loss
+from ttcd_jax.train.state import params_shardings, with_params
+
+T, COUNT = 23, 3
+IDS = np.stack([np.repeat([4, 7, 9], [2, 13, 8]), np.repeat([1, 2, 3], [9, 1, 13])])
+
+
+def _defined(attention, h, row, window, count):
+    """The output under a window by one softmax over all positions."""
+    q, k, v = attention.project(h, row.positions)
+    group = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, 2) for x in (k, v))
+    i, j = np.indices((T, T))
+    ids = np.zeros_like(IDS) if row.segment_ids is None else np.asarray(row.segment_ids)
+    in_document = np.asarray(row.positions)
+    is_seen = (j <= i) & (((i - j) < (window or T)) | (in_document[:, None, :] < count))
+    is_seen &= ids[:, :, None] == ids[:, None]
+    score = jnp.einsum("BTNH,BSNH->BNTS", q, k) * q.shape[-1] ** -0.5
+    score = jnp.where(is_seen[:, None], score, -jnp.inf)
+    if attention.config.has_sink_logits:
+        logits = jnp.broadcast_to(attention.sink[...][:, None, None], (*score.shape[:3], 1))
+        score = jnp.concatenate([score, logits], -1)
+    weight = jax.nn.softmax(score, -1)[..., :T]
+    return attention.project_out(jnp.einsum("BNTS,BSNH->BTNH", weight, v))
+
+
+@pytest.mark.parametrize("has_logits", [False, True])
+@pytest.mark.parametrize("count", [0, COUNT])
+@pytest.mark.parametrize("ids", [None, IDS], ids=["one document", "documents"])
+@pytest.mark.parametrize("window", [1, 4, None])
+def test_a_query_sees_its_window_and_the_sinks(window, ids, count, has_logits, float64):
+    config = small_attention(window=window, sink_tokens=count, has_sink_logits=has_logits)
+    student = None if window == 1 else 2
+    build, asked = Attention, config
+    if student is not None:
+        build, asked = DualWindowAttention, DualWindowConfig(attention=config, student_window=2)
+    attention = randomize(build, asked)
+    (h,) = draw(1, (2, T, 6))
+    row = Row.of(h, segment_ids=None if ids is None else jnp.asarray(ids))
+
+    def ours(attention, h):
+        return jnp.stack(attention(h, row.positions, row.segment_ids)[: 2 if student else None])
+
+    def theirs(attention, h):
+        windows = [window, student] if student else [window]
+        found = [_defined(attention, h, row, x, count) for x in windows]
+        return jnp.stack(found) if student else found[0]
+
+    def value_and_gradients(run):
+        def total(attention, h):
+            out = run(attention, h)
+            return (out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)).sum(), out
+
+        (_, out), gradients = nnx.value_and_grad(total, argnums=(0, 1), has_aux=True)(attention, h)
+        return out, jax.tree.leaves(gradients)
+
+    assert_close(value_and_gradients(ours), value_and_gradients(theirs))
+
+
+@pytest.mark.parametrize("method", ["swa", "ipttcd", "lact", "full"])
+@pytest.mark.parametrize("sizes", [(1, 7, 9), (12, 2, 3), (4,)])
+def test_pieces_and_tokens_see_the_sinks_of_the_whole_row(method, sizes, float64):
+    settings = {"sink_tokens": COUNT, "has_sink_logits": method != "lact"}
+    config = config_of(method, num_layers=2, **settings)
+    model = randomize(Transformer, config)
+    tokens = np.random.default_rng(0).integers(0, 11, (2, T))
+    whole = np.asarray(nnx.jit(lambda model, x: model(x))(model, jnp.asarray(tokens)))
+    bare = nnx.jit(lambda model, x: model(x))(
+        randomize(Transformer, config.replace(sink_tokens=0)), jnp.asarray(tokens)
+    )
+    assert (distance(bare, whole) > 1e-3) == (config.window is not None)
+    model, done = inference_model(model), 0
+    state = start_state(model, 2, max_length=T)
+    for size in sizes:
+        logits, state = prefill(model, state, tokens[:, done : done + size], piece_size=4)
+        done += size
+        assert_close(np.asarray(logits), whole[:, done - 1])
+    for at in range(done, T):
+        logits, state = decode(model, state, tokens[:, at])
+        assert_close(np.asarray(logits), whole[:, at])
+
+
+def test_the_reference_has_no_sinks():
+    config = config_of("swa", sink_tokens=1)
+    with pytest.raises(UserError, match=r"cannot express .*sink_tokens 1"):
+        export_reference({}, config)
+
+
+def test_only_lact_has_no_learned_sinks(float64):
+    for method in METHODS:
+        if method == "lact":
+            with pytest.raises(UserError, match="has_sink_logits"):
+                config_of(method, has_sink_logits=True)
+        else:
+            assert config_of(method, has_sink_logits=True)
+
+
+def test_sinks_are_those_of_the_document_on_any_device():
+    worst = printed(__file__, count=8).split()
+    assert worst
+    assert all(float(x) < 1e-10 for x in worst), worst
+
+
+def _loss(model, tokens, ids, positions):
+    hidden, _ = model.forward(tokens, ids, positions)
+    return summed_loss(hidden, model.head_weight(), tokens, jnp.ones(tokens.shape, bool), 16)
+
+
+def _print_differences():
+    """Of loss and gradients on a mesh from those without one: documents that begin in a shard, at
+    its last two positions, and three shards before."""
+    jax.config.update("jax_enable_x64", True)
+    rng, length = np.random.default_rng(0), 32
+    begins = [[0, 3, 7, 15], [0, 6, 31], [0], [0, 1, 2, 14]]
+    ids = np.array([np.isin(np.arange(length), x).cumsum() for x in begins])
+    tokens = rng.integers(0, 11, ids.shape)
+    for method, segments in (("ipttcd", ids), ("swa", ids), ("swa", None)):
+        sizes = {"num_heads": 2, "dim": 16, "mlp_dim": 16, "vocab_size": 12}
+        windows = {"window": 5, "student_window": 2, "sink_tokens": COUNT, "has_sink_logits": True}
+        config = config_of(method, **sizes, **windows)
+        params = nnx.to_pure_dict(nnx.state(randomize(Transformer, config), nnx.Param))
+        segments = None if segments is None else jnp.asarray(segments)
+        row = Row.of(jnp.asarray(tokens), segment_ids=segments)
+        batch = jnp.asarray(tokens), row.segment_ids, row.positions
+
+        def run(params, *batch, config=config):
+            return _loss(with_params(config, params), *batch)
+
+        step = jax.jit(jax.value_and_grad(run))
+        alone = step(params, *batch)
+        for sizes in ((1, 1, 8, 1), (1, 2, 4, 1), (1, 1, 4, 2)):
+            mesh = build_mesh(MeshConfig(**dict(zip(AXES, sizes, strict=True))))
+            with jax.set_mesh(mesh):
+                placed = jax.device_put(params, params_shardings(config, mesh))
+                found = jax.jit(jax.value_and_grad(run))(placed, *batch)
+            pairs = zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True)
+            print(max(distance(x, y) for x, y in pairs))
+
+
+if __name__ == "__main__":
+    _print_differences()

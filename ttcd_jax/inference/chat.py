@@ -1,0 +1,87 @@
+"""A conversation with a model, by the template of its checkpoint.
+
+chat = Chat(inference_model(run.model), run.tokenizer, chat_template(run_dir))
+for event in chat.answer("What is a tide?"):
+    print(event.text, end="", flush=True)
+"""
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.sandbox
+
+from ttcd_jax.data.tokenizer import JsonTokenizer
+from ttcd_jax.errors import DataError
+from ttcd_jax.inference.generate import Event, Generation, Request
+from ttcd_jax.inference.model import InferenceModel
+from ttcd_jax.inference.state import InferenceState, start_state
+
+Message = dict[str, str]  # role (system, user, assistant) and content
+
+
+def rendered(template: str, messages: list[Message], **names: Any) -> str:
+    """The text of a conversation, up to where the assistant's next message begins. A template is
+    code of a checkpoint: it runs in jinja2's sandbox. Raises `DataError` for one that fails, or
+    refuses these messages."""
+
+    def refuse(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    blocks: Any = dict.fromkeys(("trim_blocks", "lstrip_blocks", "keep_trailing_newline"), True)
+    extensions = ["jinja2.ext.loopcontrols"]
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(**blocks, extensions=extensions)
+    try:
+        compiled = environment.from_string(template, globals={"raise_exception": refuse})
+        return compiled.render(messages=messages, add_generation_prompt=True, **names)
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        raise DataError(
+            f"the chat template of the checkpoint fails ({type(error).__name__}: {error}): answer "
+            "prompts without it"
+        ) from error
+
+
+class Chat:
+    """Messages, and the state of the model that has read them. `max_length`: the most tokens of a
+    conversation under full attention. `settings` are those of every `Request`. The state is kept
+    from turn to turn; where the template writes earlier messages in another way, all is read again.
+    """
+
+    def __init__(
+        self,
+        model: InferenceModel,
+        tokenizer: JsonTokenizer,
+        template: str,
+        *,
+        system: str | None = None,
+        max_length: int | None = None,
+        **settings: Any,
+    ) -> None:
+        first = {"role": "system", "content": system}
+        self.messages: list[Message] = [] if system is None else [first]
+        self._model, self._tokenizer, self._template = model, tokenizer, template
+        self._settings, self._max_length = settings, max_length
+        self._state: InferenceState | None = None
+        self._read = ""  # the text that the state has read
+
+    def answer(self, text: str) -> Iterator[Event]:
+        """The events of the assistant's answer to a message of the user. An answer that the caller
+        leaves early is as long as it was. Raises `UserError` for more tokens than `max_length`."""
+        self.messages.append({"role": "user", "content": text})
+        tokenizer = self._tokenizer
+        bos, eos = map(tokenizer.token, (tokenizer.bos_id, tokenizer.eos_id))
+        whole = rendered(self._template, self.messages, bos_token=bos, eos_token=eos)
+        if not self._read or not whole.startswith(self._read):
+            self._read = ""
+            self._state = start_state(self._model, 1, max_length=self._max_length)
+        new = tokenizer.encode_marked(whole.removeprefix(self._read))
+        request = Request(tokens=new, begins_with_bos=False, **self._settings)
+        generation = Generation(self._model, tokenizer, [request], state=self._state)
+        answer = ""
+        try:
+            for event in generation:
+                answer += event.text
+                yield event
+        finally:
+            self._state, self._read = generation.state, whole + answer
+            self.messages.append({"role": "assistant", "content": answer})

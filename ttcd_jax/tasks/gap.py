@@ -1,0 +1,272 @@
+"""What a student's window misses in every layer of a model, and how much of it only context can
+explain; no training is needed.
+
+Of a layer of attention and SwiGLU, whose student has another window in this layer alone, with the
+features z of the MLP under the layer's own window and under the student's:
+
+    e = (z_T - z_S) W_down
+
+The share of |e|^2 that a prediction p explains is 1 - |e - p|^2 / |e|^2, over the second half of
+every document. Predictions: the mean of the other documents; a regression on z_S, fitted on them,
+with the best ridge in hindsight; memories of this document, which read with a lag of a chunk: the
+sum of outer products with the best rate in hindsight, and the delta rule; the delta rule on what
+the regression leaves. What the last explains beyond the regression, only this document's context
+can.
+"""
+
+import dataclasses
+import functools
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+from ttcd_kernels.table import Row as TableRow
+
+from ttcd_jax.config import DISTINCT, NonNegative, Positive
+from ttcd_jax.data.sources import text_records
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.measure.scorer import Scorer
+from ttcd_jax.measure.task import Series, Subject, Task, digest, register
+from ttcd_jax.nn.attention import Attention
+from ttcd_jax.nn.linear import rms_norm
+from ttcd_jax.nn.mlp import SwiGLU
+from ttcd_jax.nn.row import Row
+from ttcd_jax.nn.windows import attend
+
+CHUNK, RATE = 64, 0.5  # the lag of a memory's read; the rate of the delta rule
+RIDGES = (0.01, 0.1, 1.0, 10.0)  # times the mean eigenvalue
+Matrix = Float[Array, "T D"]
+
+
+class LayerGap(NamedTuple):
+    """Means over documents: |e| / |y_T|, and the shares of |e|^2 explained."""
+
+    layer: int
+    window: int  # the student's
+    size: float
+    mean: float
+    regression: float
+    sum: float
+    delta_rule: float
+    both: float
+    context: float  # both less regression
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowTask[Record: tuple[Any, ...]](Task[list[np.ndarray], Record]):
+    """A student sees a window and `sinks` first tokens. It reads `length` tokens, from token
+    `start` on, of the first `max_documents` documents of `text` (a file or folder; None: the run's
+    held-out text) that have them; of two or more, since others explain one."""
+
+    sinks: NonNegative = 4
+    start: NonNegative = 0
+    length: Positive = 2048
+    max_documents: Positive = 3
+    text: str | None = None
+
+    def rows(self, subject: Subject) -> list[np.ndarray]:
+        found: list[np.ndarray] = []
+        stop = self.start + self.length
+        for part in text_records(subject.run_dir, subject.data, subject.tokenizer, self.text):
+            for document, size in enumerate(part.sizes.tolist()):
+                if size >= stop and len(found) < self.max_documents:
+                    found.append(np.asarray(part.read(document, self.start, stop), np.int32))
+        if len(found) < 2:
+            raise DataError(
+                f"{len(found)} documents have {stop} tokens, and others explain one: give two or "
+                "more, or a smaller --start or --length"
+            )
+        return found
+
+    def series(self, subject: Subject, rows: list[np.ndarray]) -> Series[Record]:
+        scorer = self.scorer(subject, subject.name, subject.model)
+        return {subject.name: self.measure(scorer, rows, subject)}
+
+    def measured_on(self, rows: list[np.ndarray], subject: Subject) -> dict[str, str]:
+        return {"": digest([row.tolist() for row in rows])}
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gap(WindowTask[LayerGap]):
+    """What students of the `windows` miss in every one of `layers` (none given: all)."""
+
+    name = "gap"
+    title = "What a student's window misses, and who can explain it"
+    record = LayerGap
+    key = "layer"
+    x_label = "layer"
+    value = "context"
+    sentence = (
+        "The share of what the student misses that only this document's context explains: beyond a "
+        "linear map of its features, fitted on other documents."
+    )
+    rank = 45
+
+    windows: Annotated[tuple[Positive, ...], DISTINCT] = (16, 128)
+    layers: tuple[NonNegative, ...] = ()
+
+    def rows(self, subject: Subject) -> list[np.ndarray]:
+        count = subject.model.config.num_layers
+        if any(layer >= count for layer in self.layers):
+            raise UserError(f"layers {self.layers} of a model of {count}: they count from 0")
+        return super().rows(subject)
+
+    def measure(self, scorer: Scorer, rows: list[np.ndarray], subject: Subject) -> list[LayerGap]:
+        model, records = inference_model(scorer.model), []
+        streams = embeddings = [embedded(model, jnp.asarray(row)[None]) for row in rows]
+        for layer in range(model.config.num_layers):
+            block = functools.partial(block_of, model, layer)
+            if not self.layers or layer in self.layers:
+                for window in self.windows:
+                    found = [_views(block(), h, window, self.sinks) for h in streams]
+                    records.append(LayerGap(layer, window, *_explained(found)))
+            pairs = zip(streams, embeddings, strict=True)
+            streams = [_after(block(), h, x) for h, x in pairs]
+        return records
+
+    @classmethod
+    def table(cls, series: Series[LayerGap]) -> list[TableRow]:
+        """A row per layer and window."""
+        return [
+            x._asdict() | ({"layer": f"{label}, {x.layer}"} if len(series) > 1 else {})
+            for label, records in series.items()
+            for x in records
+        ]
+
+    @classmethod
+    def unit(cls, series: Series[LayerGap]) -> tuple[str, str]:
+        return cls.value, "context's share"
+
+    @classmethod
+    def curves(cls, series: Series[LayerGap]) -> dict[str, tuple[list[Any], list[Any]]]:
+        lines: dict[str, tuple[list[Any], list[Any]]] = {}
+        for label, records in series.items():
+            for x in records:
+                line = lines.setdefault(f"{label}, student's window {x.window}", ([], []))
+                line[0].append(f"{x.layer}")
+                line[1].append(x.context)
+        return lines
+
+
+class _Views(NamedTuple):
+    z: Float[Array, "T F"]  # the student's features
+    e: Matrix
+    y: Matrix  # the teacher's output
+
+
+@jax.jit
+def embedded(model: InferenceModel, tokens: jax.Array) -> jax.Array:
+    return model.embedding[...].astype(model.config.precision.compute_dtype)[tokens]
+
+
+def block_of(model: InferenceModel, layer: int) -> Any:
+    return nnx.merge(model.blocks[layer], model.layers[layer])
+
+
+@nnx.jit
+def _after(block: Any, h: jax.Array, embeddings: jax.Array) -> jax.Array:
+    return block.forward(h, Row.of(h, embeddings=embeddings))[0]
+
+
+@functools.partial(nnx.jit, static_argnums=(2, 3))
+def _views(block: Any, h: jax.Array, window: int, sinks: int) -> _Views:
+    attention, mlp = block.mixer, block.mlp
+    if not (isinstance(attention, Attention) and isinstance(mlp, SwiGLU)):
+        raise UserError(
+            f"a layer of {type(attention).__name__} and {type(mlp).__name__} has no student: task "
+            "gap is for attention and SwiGLU"
+        )
+    row = Row.of(h)
+    own = attention.sinks(row.positions)
+    beside = own._replace(count=max(sinks, own.count), positions=row.positions)
+    (mixed, _), (teacher, _) = (block.inputs(name, h, row) for name in ("mixer", "mlp"))
+    operands = *attention.project(mixed, row.positions), None, (window,)
+    (out,) = attend(*operands, attention.config.attention_implementation, beside)
+    seen, eps = h + attention.project_out(out), block.config.mlp.dims.norm_eps
+    student, y = rms_norm(seen, block.mlp_norm[...], eps), mlp.plain(teacher)
+    return _Views(mlp.features(student)[0], (y - mlp.plain(student))[0], y[0])
+
+
+def _explained(documents: list[_Views]) -> tuple[float, ...]:
+    """The fields of `LayerGap` after the first two."""
+    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), documents)
+    grams, found = [_gram(d.z, d.e) for d in wide], []
+    for index, own in enumerate(wide):
+        gram, target = map(sum, zip(*grams[:index], *grams[index + 1 :], strict=True))
+        maps = [fitted(gram, target, ridge) for ridge in RIDGES]
+        regression = max(maps, key=lambda x, own=own: _share(own.e, own.z @ x))
+        mean = jnp.concatenate([x.e for x in wide if x is not own]).mean(0)
+        size = jnp.linalg.norm(own.e) / jnp.linalg.norm(own.y)
+        found.append([float(x) for x in (size, *_shares(own.z, own.e, regression, mean))])
+    means = np.mean(found, 0).tolist()
+    return *means, means[-1] - means[2]
+
+
+@jax.jit
+def _gram(z: jax.Array, e: jax.Array) -> tuple[jax.Array, jax.Array]:
+    product = functools.partial(jnp.matmul, precision="highest")
+    return product(z.T, z), product(z.T, e)
+
+
+@jax.jit
+def fitted(gram: jax.Array, target: jax.Array, ridge: float) -> jax.Array:
+    """The map [F, D] of a ridge regression."""
+    weight = ridge * jnp.trace(gram) / len(gram) * jnp.eye(len(gram), dtype=gram.dtype)
+    return jax.scipy.linalg.solve(gram + weight, target, assume_a="pos")
+
+
+@jax.jit
+def _share(e: jax.Array, prediction: jax.Array) -> jax.Array:
+    half = len(e) // 2
+    return 1 - jnp.sum((e - prediction)[half:] ** 2) / jnp.sum(e[half:] ** 2)
+
+
+@jax.jit
+def _shares(z: jax.Array, e: jax.Array, regression: jax.Array, mean: jax.Array) -> list[jax.Array]:
+    half = len(e) // 2
+    key, linear = unit(z), z @ regression
+    total = remembered(key, e, corrects=False)[0]
+    best = jnp.sum(total[half:] * e[half:]) / jnp.maximum(jnp.sum(total[half:] ** 2), 1e-30)
+    delta = remembered(key, e, corrects=True)[0]
+    both = linear + remembered(key, e - linear, corrects=True)[0]
+    return [_share(e, x) for x in (mean, linear, best * total, delta, both)]
+
+
+def remembered(
+    key: Float[Array, "T F"],
+    error: Matrix,
+    *,
+    corrects: bool,
+    rate: float = RATE,
+    until: int | None = None,
+) -> tuple[Matrix, Float[Array, "F D"]]:
+    """(what a memory of the chunks before returns for every key, the memory at the end). It begins
+    empty and is written by the first `until` tokens (None: all), by the delta rule if it
+    `corrects`."""
+    length = len(key)
+    is_written = jnp.arange(length) < (length if until is None else until)
+    parts = (key, error.astype(key.dtype), is_written)
+    parts = [jnp.pad(x, ((0, -length % CHUNK),) + ((0, 0),) * (x.ndim - 1)) for x in parts]
+    parts = [x.reshape(-1, CHUNK, *x.shape[1:]) for x in parts]
+
+    def token(memory: jax.Array, operands: Any) -> tuple[jax.Array, None]:
+        k, e, writes = operands
+        left = rate * (e - k @ memory) if corrects else e
+        return memory + jnp.outer(k, jnp.where(writes, left, 0)), None
+
+    def chunk(memory: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.scan(token, memory, operands)[0], operands[0] @ memory
+
+    empty = jnp.zeros((key.shape[1], error.shape[1]), key.dtype)
+    memory, read = jax.lax.scan(chunk, empty, tuple(parts))
+    return read.reshape(-1, error.shape[1])[:length], memory
+
+
+def unit(z: Float[Array, "T F"]) -> Float[Array, "T F"]:
+    """Keys of norm 1."""
+    return z / jnp.maximum(jnp.linalg.norm(z, axis=-1, keepdims=True), 1e-12)
