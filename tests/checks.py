@@ -155,17 +155,27 @@ def randomize(build: Callable, *args, std: float = 0.5, **options):
     return module
 
 
-def value_and_gradients(module: nnx.Module, run: Callable, *args):
-    """(`run(module, *args)`, gradients of a weighted sum of it with respect to the parameters, with
-    respect to `args`), compiled as one."""
-    graph, params = nnx.split(module)
+def with_gradients(run: Callable, *args):
+    """(`run(*args)`, gradients of a weighted sum of all its arrays with respect to each of `args`),
+    compiled as one."""
+
+    def weights(x):
+        return jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype)
 
     @jax.jit
-    def evaluate(params, *args):
-        value, pull = jax.vjp(lambda p, *args: run(nnx.merge(graph, p), *args), params, *args)
-        return value, pull(jnp.cos(jnp.arange(value.size)).reshape(value.shape).astype(value.dtype))
+    def evaluate(*args):
+        value, pull = jax.vjp(run, *args)
+        return value, pull(jax.tree.map(weights, value))
 
-    value, (d_params, *d_args) = evaluate(params, *args)
+    return evaluate(*args)
+
+
+def value_and_gradients(module: nnx.Module, run: Callable, *args):
+    """`with_gradients` of `run(module, *args)`: (value, gradients of the parameters, of `args`)."""
+    graph, params = nnx.split(module)
+    value, (d_params, *d_args) = with_gradients(
+        lambda params, *args: run(nnx.merge(graph, params), *args), params, *args
+    )
     return value, nnx.to_pure_dict(d_params), d_args
 
 

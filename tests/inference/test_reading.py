@@ -240,23 +240,17 @@ def test_prompts_read_their_memory_and_decoding_is_plain(one_layer):
     assert_close(np.asarray(logits), _behind(want, LENGTHS))
     for step in range(2):
         state = _decoded(model, state, LENGTHS + step, LENGTHS > 0, want, memory="published")
+    # A second prompt finds the memory empty and counts its own chunks.
+    start = LENGTHS + 2
+    ends = start + np.array([CHUNK + 1, CHUNK, 2])
+    rest = np.stack([np.roll(row, -n) for row, n in zip(TOKENS, start, strict=True)])
+    again, _ = prefill(model, state, rest, ends - start, memory="published")
+    assert_close(np.asarray(again), _behind(_published(one_layer, start, ends), ends))
     kept, _ = prefill(model, start_state(model, ROWS), TOKENS, LENGTHS)
     assert_close(np.asarray(kept)[IS_LONG], np.asarray(logits)[IS_LONG])
     # Of IP-TTCD the plain MLP skips a convolution as well.
     is_equal = np.allclose(np.asarray(kept)[~IS_LONG], np.asarray(logits)[~IS_LONG])
     assert is_equal == (one_layer.config.method == "ipttt")
-
-
-def test_a_second_prompt_finds_the_memory_empty_and_counts_its_own_chunks(one_layer):
-    start = LENGTHS + 2
-    ends = start + np.array([CHUNK + 1, CHUNK, 2])
-    model, want = inference_model(one_layer), _published(one_layer, start, ends)
-    _, state = prefill(model, start_state(model, ROWS), TOKENS, LENGTHS, memory="published")
-    between = TOKENS[np.arange(ROWS)[:, None], LENGTHS[:, None] + [0, 1]]
-    _, state = prefill(model, state, between, memory="published")
-    rest = np.stack([np.roll(row, -n) for row, n in zip(TOKENS, start, strict=True)])
-    logits, _ = prefill(model, state, rest, ends - start, memory="published")
-    assert_close(np.asarray(logits), _behind(want, ends))
 
 
 def test_needles_are_read_back_as_one_pass_answers_them():

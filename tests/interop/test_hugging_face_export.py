@@ -125,7 +125,7 @@ def test_bytes_are_tokens_of_transformers_too():
     own = text_files(ByteTokenizer(), {"generation_config.json": "{}"})
     assert own["generation_config.json"] == "{}"
     for stored, pad in (({"pad_token": None, "eos_token": "e"}, "e"), ({"pad_token": "p"}, "p")):
-        files = text_files(ByteTokenizer(), {"tokenizer_config.json": json.dumps()})
+        files = text_files(ByteTokenizer(), {"tokenizer_config.json": json.dumps(stored)})
         assert json.loads(files["tokenizer_config.json"]) == stored | {"pad_token": pad}
 
 

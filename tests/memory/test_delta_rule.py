@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, dot_operand_types, draw, largest_array, traced
+from checks import assert_close, dot_operand_types, draw, largest_array, traced, with_gradients
 
 from ttcd_jax.memory.delta_rule import DeltaMemory, DeltaWrites, l2_normalize_inside
 
@@ -55,24 +55,10 @@ def _inputs(*, length=T, is_gated=True, dtype=None):
     return inputs | ({"log_decay": -jnp.abs(g)} if is_gated else {})
 
 
-def _chunked(chunk_size):
-    return partial(delta_rule, chunk_size=chunk_size)
-
-
-def _evaluate(form, inputs, segment_ids=None, state_dtype=None):
+def _evaluate(form, inputs, segment_ids=None, state_dtype=None, **options):
     """(o, state) and the gradients of a weighted sum of both."""
-    state_dtype = state_dtype or inputs["q"].dtype
-
-    @jax.jit
-    def evaluate(inputs):
-        run = partial(form, segment_ids=segment_ids, state_dtype=state_dtype)
-        results, pull = jax.vjp(lambda inputs: run(**inputs), inputs)
-        weights = jax.tree.map(
-            lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype), results
-        )
-        return results, pull(weights)
-
-    return evaluate(inputs)
+    options |= {"segment_ids": segment_ids, "state_dtype": state_dtype or inputs["q"].dtype}
+    return with_gradients(lambda inputs: form(**inputs, **options), inputs)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +70,7 @@ def test_chunks_equal_the_recurrence_with_all_gradients(
 ):
     inputs, ids = _inputs(is_gated=is_gated), jnp.asarray(IDS) if has_documents else None
     expected = _evaluate(delta_rule_recurrent, inputs, ids)
-    assert_close(_evaluate(_chunked(chunk_size), inputs, ids), expected)
+    assert_close(_evaluate(delta_rule, inputs, ids, chunk_size=chunk_size), expected)
 
 
 @pytest.mark.parametrize("kind", ["strong decays", "the same key"])
@@ -98,7 +84,7 @@ def test_float32_holds_its_digits(kind):
         inputs, tolerance = _inputs(length=128, is_gated=False, dtype=jnp.float32), 3e-5  # of sums
         inputs["k"] = jnp.broadcast_to(inputs["k"][:1, :1], inputs["k"].shape)
         inputs["beta"] = jnp.ones_like(inputs["beta"])
-    ours = _evaluate(_chunked(16 if "log_decay" in inputs else 64), inputs)
+    ours = _evaluate(delta_rule, inputs, chunk_size=16 if "log_decay" in inputs else 64)
     assert_close(ours, _evaluate(delta_rule_recurrent, inputs), tolerance)
 
 
@@ -107,7 +93,7 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
     narrow = {name: wide[name].astype(jnp.bfloat16) for name in ("q", "k", "v")}
     wide |= {name: x.astype(jnp.float32) for name, x in narrow.items()}
     ids = jnp.asarray(IDS)
-    ours = _evaluate(_chunked(8), wide | narrow, ids, jnp.float32)
+    ours = _evaluate(delta_rule, wide | narrow, ids, jnp.float32, chunk_size=8)
     (o, state), (gradients,) = ours
     assert (o.dtype, state.dtype, gradients["k"].dtype) == ("bfloat16", "float32", "bfloat16")
     assert_close(ours, _evaluate(delta_rule_recurrent, wide, ids), 0.03)

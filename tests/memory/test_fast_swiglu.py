@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import TWO_ROWS, assert_close, draw, largest_array, traced
+from checks import TWO_ROWS, assert_close, draw, largest_array, traced, with_gradients
 
 from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
 from ttcd_jax.memory.fast_swiglu import FastSwiGLU, FastWeights, FastWrites
@@ -45,24 +45,13 @@ def _alone(start, tokens, ids, **options):
     return y
 
 
-def _with_gradients(run, start, tokens):
-    weight = jnp.cos(jnp.arange(B * T * N * H)).reshape(B, T, N, H)
-
-    @jax.jit
-    def evaluate(start, tokens):
-        y, pull = jax.vjp(run, start, tokens)
-        return y, pull(weight)
-
-    return evaluate(start, tokens)
-
-
 @pytest.mark.parametrize(("keeps_raw", "has_momentum"), [(False, True), (True, False)])
 def test_every_document_learns_alone(keeps_raw, has_momentum, float64):
     options = {"keeps_raw": keeps_raw, "state_dtype": jnp.float64}
     start, tokens = _start(), _tokens(has_momentum)
     ids = jnp.asarray(TWO_ROWS)
-    ours = _with_gradients(lambda s, t: _run(s, t, ids, **options), start, tokens)
-    theirs = _with_gradients(lambda s, t: _alone(s, t, TWO_ROWS, **options), start, tokens)
+    ours = with_gradients(lambda s, t: _run(s, t, ids, **options), start, tokens)
+    theirs = with_gradients(lambda s, t: _alone(s, t, TWO_ROWS, **options), start, tokens)
     assert_close(ours, theirs, 1e-9)
 
 

@@ -176,9 +176,9 @@ def _forgetting(
     return jnp.where(begins, jnp.asarray(FORGET_ALL, dtype), decay_inside)
 
 
-def _solve(q: jax.Array, writes: DeltaWrites, *, wide: DTypeLike) -> _Chunk:
+def _solve(q: jax.Array, operands: DeltaWrites, *, wide: DTypeLike) -> _Chunk:
     """All chunks at once, from arrays [C, B, N, L, ...]."""
-    k, v, beta, log_decay = writes
+    k, v, beta, log_decay = operands
     narrow, scale = v.dtype, q.shape[-1] ** -0.5
     of_writes, of_state = _decays(log_decay, q.shape[-2], wide)
     of_state = jnp.broadcast_to(of_state, beta.shape)[..., None]
