@@ -11,16 +11,7 @@ from checks import refused
 from small_models import config_of
 
 from ttcd_jax import axes, errors
-from ttcd_jax.config import (
-    AtLeast,
-    Config,
-    Decay,
-    Fraction,
-    NonNegative,
-    NonNegativeFloat,
-    Positive,
-    PositiveFloat,
-)
+from ttcd_jax import config as kinds
 from ttcd_jax.data.sources import BatchesConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.methods.ipttcd import MemoryConfig
@@ -28,30 +19,30 @@ from ttcd_jax.nn.rope import RopeConfig, YarnConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Inner(Config):
+class Inner(kinds.Config):
     size: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Other(Config):
+class Other(kinds.Config):
     name: str = "x"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outer(Config):
-    count: Positive = 3
-    start: NonNegative = 0
+class Outer(kinds.Config):
+    count: kinds.Positive = 3
+    start: kinds.NonNegative = 0
     rate: float = 0.5
     is_on: bool = True
     kind: Literal["a", "b"] = "a"
     layers: tuple[int, ...] = ()
-    sizes: tuple[Positive, ...] = ()
-    length: Annotated[int, AtLeast(2)] | None = None
-    limit: Positive | Literal["all"] = "all"
-    scale: PositiveFloat = 1.0
-    penalty: NonNegativeFloat = 0.0
-    share: Fraction = 0.0
-    momentum: Decay = 0.0
+    sizes: tuple[kinds.Positive, ...] = ()
+    length: Annotated[int, kinds.AtLeast(2)] | None = None
+    limit: kinds.Positive | Literal["all"] = "all"
+    scale: kinds.PositiveFloat = 1.0
+    penalty: kinds.NonNegativeFloat = 0.0
+    share: kinds.Fraction = 0.0
+    momentum: kinds.Decay = 0.0
     inner: Inner | Other = Inner()
 
     def validate(self) -> None:

@@ -27,13 +27,7 @@ from ttcd_jax.errors import CheckpointError, DataError
 from ttcd_jax.files import write_whole
 from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.inference.model import inference_model
-from ttcd_jax.interop.hugging_face import (
-    MODELING,
-    TRIED,
-    export_hugging_face,
-    open_hugging_face,
-    text_files,
-)
+from ttcd_jax.interop import hugging_face as interop
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.precision import Precision
@@ -58,7 +52,7 @@ def test_transformers_computes_our_logits(name):
 
 
 def test_the_code_of_exports_is_the_one_that_was_run():
-    digest = hashlib.sha256(MODELING.read_bytes()).hexdigest()
+    digest = hashlib.sha256(interop.MODELING.read_bytes()).hexdigest()
     assert str(STORED["code"]) == digest, "run tests/hugging_face/make.py again"
 
 
@@ -66,8 +60,8 @@ def test_the_code_of_exports_is_the_one_that_was_run():
 def test_an_export_is_imported_bit_for_bit(name, tmp_path):
     config = MODELS[name]
     is_own = bool(config.fast_layers or config.sink_tokens)
-    leaves, again, _ = open_hugging_face(write(name, tmp_path / name))
-    assert (tmp_path / name / MODELING.name).exists() == is_own
+    leaves, again, _ = interop.open_hugging_face(write(name, tmp_path / name))
+    assert (tmp_path / name / interop.MODELING.name).exists() == is_own
     read = {path: leaf.read() for path, leaf in by_name(leaves).items()}
     assert_same(read, unstacked(config, by_name(params_of(config))))
     if is_own:
@@ -92,7 +86,7 @@ EXPORTED = ("ipttcd", "ipttt", "swa", "full")
 )
 def test_what_transformers_cannot_express_is_refused(method, changes, words):
     config = config_of(method, precision=Precision(), **changes)
-    refused(words, export_hugging_face, params_of(config), config, length=8)
+    refused(words, interop.export_hugging_face, params_of(config), config, length=8)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +103,11 @@ def test_a_damaged_export_is_refused(top, model, error, words, tmp_path):
     source = json.loads((folder / "config.json").read_text())
     source["model"] |= model
     (folder / "config.json").write_text(json.dumps(source | top))
-    refused(words, open_hugging_face, folder, error=error)
+    refused(words, interop.open_hugging_face, folder, error=error)
 
 
 def test_bytes_are_tokens_of_transformers_too():
-    files = text_files(ByteTokenizer(), {})
+    files = interop.text_files(ByteTokenizer(), {})
     tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
     text = "".join(map(chr, range(400))) + "\u20ac \U0001f600</s>"
     ids = tokenizer.encode(text).ids
@@ -122,10 +116,10 @@ def test_bytes_are_tokens_of_transformers_too():
     assert tokenizer.decode(ids) == text.removesuffix("</s>")
     ids = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257}
     assert json.loads(files["generation_config.json"]) == ids
-    own = text_files(ByteTokenizer(), {"generation_config.json": "{}"})
+    own = interop.text_files(ByteTokenizer(), {"generation_config.json": "{}"})
     assert own["generation_config.json"] == "{}"
     for stored, pad in (({"pad_token": None, "eos_token": "e"}, "e"), ({"pad_token": "p"}, "p")):
-        files = text_files(ByteTokenizer(), {"tokenizer_config.json": json.dumps(stored)})
+        files = interop.text_files(ByteTokenizer(), {"tokenizer_config.json": json.dumps(stored)})
         assert json.loads(files["tokenizer_config.json"]) == stored | {"pad_token": pad}
 
 
@@ -196,7 +190,7 @@ def test_a_trained_run_is_exported_with_tokenizer_and_evaluation(tmp_path):
     card = (folder / "README.md").read_text()
     for text in ("trust_remote_code=True", "| steps | 2 |", "## ppl: IP-TTCD", "| context |"):
         assert text in card
-    for text in ("| tokens in a row | 64 |", *TRIED):
+    for text in ("| tokens in a row | 64 |", *interop.TRIED):
         assert text in card
     again = tmp_path / "again"
     commands.output(*IMPORT, folder, again)
@@ -205,13 +199,15 @@ def test_a_trained_run_is_exported_with_tokenizer_and_evaluation(tmp_path):
     assert found == config.replace(precision=config.precision.replace(param="bfloat16"))
     assert_same(by_name(read), {name: x.astype("bfloat16") for name, x in by_name(ours).items()})
     commands.output(*EXPORT, again, tmp_path / "third")
-    assert (tmp_path / "third" / MODELING.name).read_bytes() == MODELING.read_bytes()
+    assert (
+        tmp_path / "third" / interop.MODELING.name
+    ).read_bytes() == interop.MODELING.read_bytes()
     assert "not an empty folder" in commands.refused(*EXPORT, run_dir, folder)
 
 
 def test_the_page_names_the_versions_that_exports_were_tried_with():
     page = " ".join((ROOT / "docs/checkpoints.md").read_text().split())
-    assert f"with transformers {', '.join(TRIED[:-1])} and {TRIED[-1]}" in page
+    assert f"with transformers {', '.join(interop.TRIED[:-1])} and {interop.TRIED[-1]}" in page
 
 
 def test_a_model_of_the_hub_is_imported_through_its_cache(tmp_path):
@@ -251,7 +247,7 @@ def folders(tmp_path_factory):
     place = tmp_path_factory.mktemp("exports")
     for name in NAMES:
         folder = write(name, place / name, vocab_size=ByteTokenizer.vocab_size)
-        for file, text in text_files(ByteTokenizer(), {}).items():
+        for file, text in interop.text_files(ByteTokenizer(), {}).items():
             write_whole(folder / file, text)
         config = MODELS[name].replace(vocab_size=ByteTokenizer.vocab_size)
         rng = np.random.default_rng(3)
@@ -265,13 +261,13 @@ def folders(tmp_path_factory):
     return place
 
 
-@pytest.mark.parametrize("version", TRIED)
+@pytest.mark.parametrize("version", interop.TRIED)
 def test_an_export_is_right_or_refuses(version, folders, tmp_path):
     """In the oldest and the newest version all, in those between two."""
     if not (ENVIRONMENTS / version).is_dir():
         pytest.skip(f"no transformers {version}: run make transformers")
     places = {"PYTHONPATH": str(ENVIRONMENTS / version), "HF_HOME": str(tmp_path)}
-    names = NAMES if version in (TRIED[0], TRIED[-1]) else NAMES[1::2]
+    names = NAMES if version in (interop.TRIED[0], interop.TRIED[-1]) else NAMES[1::2]
     line = [ENVIRONMENTS / "torch/bin/python", ROOT / "tests/hugging_face/properties.py"]
     line += [folders / name for name in names]
     environment = os.environ | places | {"HF_HUB_OFFLINE": "1"}

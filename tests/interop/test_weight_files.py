@@ -147,31 +147,25 @@ def test_a_file_of_torch_holds_dense_tensors_or_is_refused(tmp_path, monkeypatch
     refused("needs torch", open_weights, tmp_path)
 
     class Tensor(types.SimpleNamespace):
-        def detach(self):
-            return self
+        detach = contiguous = lambda self: self
+        numpy = lambda self: self.array  # noqa: E731
+        view = lambda self, _: Tensor(array=self.array.view(np.uint16))  # noqa: E731
 
-        contiguous = detach
-
-        def numpy(self):
-            return self.array
-
-        def view(self, _):
-            return Tensor(array=self.array.view(np.uint16))
-
-    def tensors(arrays):
+    def holding(arrays):
         made = {n: Tensor(array=x, dtype=x.dtype.name, layout="strided") for n, x in arrays.items()}
         return lambda *_, weights_only, **__: weights_only and made
 
     kinds = {name: name for name in ("float32", "float16", "bfloat16", "uint16", "strided")}
-    torch = types.SimpleNamespace(Tensor=Tensor, load=tensors(TENSORS), **kinds)
+    torch = types.SimpleNamespace(Tensor=Tensor, load=holding(TENSORS), **kinds)
     monkeypatch.setitem(modules, "torch", torch)
     assert bits(open_weights(tmp_path)) == bits(TENSORS)
-    monkeypatch.setattr(torch, "load", tensors({"a": np.zeros(2)}))
-    _refused(tmp_path, "'a' is float64")
-    monkeypatch.setattr(torch, "load", lambda *_, **__: {"model": {"a": 1}})
-    _refused(tmp_path, "'a' is int")
-    monkeypatch.setattr(torch, "load", lambda *_, **__: pickle.loads(b"x"))
-    _refused(tmp_path, "more than weights")
+    for load, words in (
+        (holding({"a": np.zeros(2)}), "'a' is float64"),
+        (lambda *_, **__: {"model": {"a": 1}}, "'a' is int"),
+        (lambda *_, **__: pickle.loads(b"x"), "more than weights"),
+    ):
+        monkeypatch.setattr(torch, "load", load)
+        _refused(tmp_path, words)
 
 
 def test_random_damage_is_refused_or_harmless(tmp_path):

@@ -1,18 +1,10 @@
 from functools import partial
 
+import checks
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import (
-    assert_close,
-    assert_same,
-    dot_operand_types,
-    draw,
-    temporary_bytes,
-    traced,
-    with_gradients,
-)
 
 from ttcd_jax.memory.chunks import chunk_segments, memory_mask
 from ttcd_jax.memory.prefix import PrefixMemory, PrefixOptions, Writes
@@ -25,7 +17,7 @@ B, L, F, D = 2, 3, 6, 4
 def _operands(num_chunks, batch=B, dtype=None):
     """(z, keys, errors, w_base, initial state)."""
     features, errors = (batch, num_chunks, L, F), (batch, num_chunks, L, D)
-    return draw(0, features, features, errors, (F, D), (batch, F, D), dtype=dtype)
+    return checks.draw(0, features, features, errors, (F, D), (batch, F, D), dtype=dtype)
 
 
 def _options(**changes) -> PrefixOptions:
@@ -67,19 +59,19 @@ def test_three_forms_agree_from_any_initial_state(name, num_groups, float64):
     mask = memory_mask(chunk_segments(ids, L), length, L)
     operands = _operands(num_chunks)
     if num_groups is not None:
-        (log_decay,) = draw(2, (B, num_chunks, L, num_groups))
+        (log_decay,) = checks.draw(2, (B, num_chunks, L, num_groups))
         operands = (*operands, -jnp.abs(log_decay) / 3)
 
     def read(form, z, keys, errors, w_base, *rest):
         options = _options(eta=eta, block_chunks=block_chunks, form=form)
         return read_prefix(options, z, keys, errors, w_base, mask, *rest)
 
-    expected, *others = (with_gradients(partial(read, form), *operands) for form in FORMS)
+    expected, *others = (checks.with_gradients(partial(read, form), *operands) for form in FORMS)
     for ours in others:
-        assert_close(ours, expected)
+        checks.assert_close(ours, expected)
     if num_groups is None:
         empty = jnp.zeros_like(operands[-1])
-        assert_same(*(read("blocked", *operands[:4], *rest) for rest in ((), (empty,))))
+        checks.assert_same(*(read("blocked", *operands[:4], *rest) for rest in ((), (empty,))))
 
 
 def test_reading_the_memory_apart_keeps_what_folding_rounds_away():
@@ -114,7 +106,7 @@ def _wide_gradient(form, num_chunks):
         y, _ = read_prefix(options, *operands, memory_mask(None, 2 * num_chunks, 2))
         return (y**2).sum()
 
-    return temporary_bytes(jax.grad(loss, argnums=(0, 1, 2, 3)), *operands)
+    return checks.temporary_bytes(jax.grad(loss, argnums=(0, 1, 2, 3)), *operands)
 
 
 def test_the_blocked_gradient_keeps_no_states():
@@ -150,7 +142,7 @@ def test_bfloat16_products_have_narrow_operands_and_float32_sums(form):
         )
         return y, pull((y, state))
 
-    eqns = traced(run, z, keys, errors, w_base)
-    assert dot_operand_types(eqns) == {"bfloat16"}
+    eqns = checks.traced(run, z, keys, errors, w_base)
+    assert checks.dot_operand_types(eqns) == {"bfloat16"}
     sums = {str(x.outvars[0].aval.dtype) for x in eqns if x.primitive.name == "dot_general"}
     assert sums == {"float32"}

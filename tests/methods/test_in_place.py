@@ -2,21 +2,12 @@
 
 import functools
 
+import checks
 import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import (
-    TWO_ROWS,
-    assert_close,
-    assert_narrow,
-    assert_same,
-    distance,
-    draw,
-    randomize,
-    refused,
-)
 from checks import value_and_gradients as with_gradients
 from devices import elsewhere
 from flax import nnx
@@ -90,7 +81,7 @@ def _layer(settings, precision=FLOAT64, **changes):
 
 def _module(name, precision=FLOAT64, **changes):
     """Without parameters of zero or one."""
-    return randomize(*_layer(VARIANTS[name], precision, **changes))
+    return checks.randomize(*_layer(VARIANTS[name], precision, **changes))
 
 
 def _fresh(**changes):
@@ -107,7 +98,7 @@ def _against_definition(settings, dtype, ids, rng):
     """The largest relative error of value and gradients of a row with these documents; and the
     size of the memory after it, which is measured in float32, is checked."""
     precision = Precision(param=dtype, compute=dtype, state=dtype)
-    graph, params = nnx.split(randomize(*_layer(settings, precision)))
+    graph, params = nnx.split(checks.randomize(*_layer(settings, precision)))
     x, t, dy = (rng.standard_normal((len(ids), D)) for _ in range(3))
 
     def run(params, x, t):
@@ -130,7 +121,7 @@ def _against_definition(settings, dtype, ids, rng):
     # Where a gradient is mere rounding it is compared with that of x.
     largest = float(jnp.abs(wanted[1]).max()) or 1.0
     ours = jax.tree.leaves((nnx.to_pure_dict(d_found[0]), d_found[1:]))
-    error = distance(found, y)
+    error = checks.distance(found, y)
     for a, b in zip(ours, jax.tree.leaves((wanted[0], wanted[1:])), strict=True):
         size = max(float(jnp.abs(b).max()), 1e-3 * largest)
         error = max(error, float(np.abs(np.asarray(a, float) - np.asarray(b)).max()) / size)
@@ -179,7 +170,7 @@ def test_layers_compiled_as_users_compile_them_equal_their_definition():
 
 def test_from_scratch_the_layer_puts_out_zero_and_learns_its_teacher_convolution():
     """As published: at the start nothing but the teacher convolution receives gradient."""
-    x, t = draw(1, (2, 11, D), (2, 11, D))
+    x, t = checks.draw(1, (2, 11, D), (2, 11, D))
     y, gradients, d_inputs = with_gradients(_fresh(), lambda m, x, t: m(x, t), x, t)
     assert not np.asarray(y).any()
     moved = {name for name, value in gradients.items() if np.asarray(value).any()}
@@ -189,17 +180,17 @@ def test_from_scratch_the_layer_puts_out_zero_and_learns_its_teacher_convolution
 
 def test_continued_training_starts_at_the_plain_mlp_exactly():
     module = _fresh(**CONTINUED)
-    x, t = draw(1, (2, 11, D), (2, 11, D))
-    assert_same(_call(module, x, t), jax.jit(module.plain)(x))
+    x, t = checks.draw(1, (2, 11, D), (2, 11, D))
+    checks.assert_same(_call(module, x, t), jax.jit(module.plain)(x))
     _, gradients, _ = with_gradients(module, lambda m, x, t: m(x, t), x, t)
     assert np.asarray(gradients["student_conv"]).any()
 
 
 def test_published_targets_start_by_writing_nothing(float64):
     layer, config = _layer(_ipttt())
-    module, (x, targets) = layer(config, rngs=nnx.Rngs(0)), draw(1, (2, 14, D), (2, 14, D))
+    module, (x, targets) = layer(config, rngs=nnx.Rngs(0)), checks.draw(1, (2, 14, D), (2, 14, D))
     y, stats = jax.jit(module.remember)(x, targets)
-    assert_close(y, module.plain(x))
+    checks.assert_close(y, module.plain(x))
     assert stats.memory_ratio == 0
     with pytest.raises(ValueError, match="pass embeddings"):
         _module("targets", target="embedding").forward(x, Row.of(x))
@@ -207,7 +198,7 @@ def test_published_targets_start_by_writing_nothing(float64):
 
 def test_a_student_convolution_at_zero_does_not_rule_the_gradient():
     """The exact derivative of a normalized zero vector is a million; the default is one."""
-    x, t = draw(1, (2, 11, D), (2, 11, D))
+    x, t = checks.draw(1, (2, 11, D), (2, 11, D))
 
     def size(**changes):
         module = _module("plain", Precision(), **changes)
@@ -233,16 +224,16 @@ def test_convolutions_start_as_asked(is_causal):
             if init == "normal":
                 assert 0.2 < float(jnp.std(taps[...])) < 0.9
             else:
-                assert_same(taps[...], expected)
+                checks.assert_same(taps[...], expected)
 
 
 def test_the_projection_starts_as_asked():
     inits = ("identity", "gaussian_diagonal", "zeros", "normal")
     proj = {init: np.asarray(_fresh(proj_init=init).proj[...]) for init in inits}
-    assert_close(proj["identity"], 0.02 * np.eye(D, dtype=np.float32))
+    checks.assert_close(proj["identity"], 0.02 * np.eye(D, dtype=np.float32))
     assert not proj["zeros"].any()
     diagonal = np.diag(proj["gaussian_diagonal"])
-    assert_same(proj["gaussian_diagonal"], np.diag(diagonal))
+    checks.assert_same(proj["gaussian_diagonal"], np.diag(diagonal))
     assert 0 < np.abs(diagonal).min() <= np.abs(diagonal).max() < 0.1
     assert {*np.sign(diagonal)} == {-1, 1}
     assert proj["normal"].all()
@@ -250,20 +241,20 @@ def test_the_projection_starts_as_asked():
 
 
 def test_gated_half_lives_start_as_constant_ones():
-    x, t = draw(1, (2, 5 * L, D), (2, 5 * L, D))
+    x, t = checks.draw(1, (2, 5 * L, D), (2, 5 * L, D))
     first, *others = (
         _call(_fresh(half_lives=(5.0, 70.0), decay=kind), x, t)
         for kind in ("constant", "learned", "gated")
     )
     for other in others:
-        assert_same(other, first)
+        checks.assert_same(other, first)
 
 
 def test_statistics_measure_the_gate_and_carry_no_gradient(float64):
     """That of the memory is the definition's."""
-    module, (x, t) = _module("plain"), draw(1, (2, 12, D), (2, 12, D))
+    module, (x, t) = _module("plain"), checks.draw(1, (2, 12, D), (2, 12, D))
     beta = 1 / (1 + np.exp(-np.asarray(t) @ np.asarray(module.rate[...])))
-    assert_close(jax.jit(module.remember)(x, t)[1].gate_mean, beta.mean(), 1e-6)
+    checks.assert_close(jax.jit(module.remember)(x, t)[1].gate_mean, beta.mean(), 1e-6)
     assert jax.jit(_module("plain", has_token_rate=False).remember)(x, t)[1].gate_mean == 1
     gradient = jax.jit(jax.grad(lambda x: sum(module.remember(x, t)[1])))(x)
     assert not np.asarray(gradient).any()
@@ -273,12 +264,12 @@ def test_statistics_measure_the_gate_and_carry_no_gradient(float64):
 def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32(name):
     ids = jnp.asarray(np.repeat([[3, 8], [4, 4]], [6, 9], axis=1))
     build, shape = functools.partial(_module, name), (2, 15, D)
-    assert_narrow(build, lambda module, x, t: module(x, t, ids), shape, shape, bound=0.1)
+    checks.assert_narrow(build, lambda module, x, t: module(x, t, ids), shape, shape, bound=0.1)
 
 
 def _measured(module, x, t):
     run = jax.jit(functools.partial(module.remember, measures=True))
-    return run(x, t, jnp.asarray(TWO_ROWS))
+    return run(x, t, jnp.asarray(checks.TWO_ROWS))
 
 
 def _distances(module, x, t, ids):
@@ -300,17 +291,17 @@ def _distances(module, x, t, ids):
 def test_distances_to_the_teacher_are_those_of_the_definition(name, float64):
     """Several documents in a row, the last chunk ragged."""
     module = _module(name)
-    x, t = draw(1, (2, 14, D), (2, 14, D))
-    rows = [_distances(module, x[i], t[i], TWO_ROWS[i]) for i in (0, 1)]
+    x, t = checks.draw(1, (2, 14, D), (2, 14, D))
+    rows = [_distances(module, x[i], t[i], checks.TWO_ROWS[i]) for i in (0, 1)]
     y, found = _measured(module, x, t)
     expected = Distillation(*np.stack(rows, axis=1))
-    assert_close(found._replace(is_moved=found.is_moved.astype(float)), expected)
+    checks.assert_close(found._replace(is_moved=found.is_moved.astype(float)), expected)
     assert 0 < found.is_moved.mean() < 1
-    assert_close(y, jax.jit(module.remember)(x, t, jnp.asarray(TWO_ROWS))[0])
+    checks.assert_close(y, jax.jit(module.remember)(x, t, jnp.asarray(checks.TWO_ROWS))[0])
 
 
 def test_without_a_gap_nothing_is_moved(float64):
-    (x,) = draw(1, (2, 14, D))
+    (x,) = checks.draw(1, (2, 14, D))
     _, found = _measured(_module("ideal"), x, x)
     assert not found.off.any()
     assert found.on.max() < 1e-14
@@ -320,7 +311,7 @@ def test_without_a_gap_nothing_is_moved(float64):
 def test_a_memory_that_reads_other_shapes_is_refused(float64, monkeypatch):
     monkeypatch.setitem(METHODS, "hebbian", outside_method())
     config = block_configs(config_of("hebbian"))[0].mlp
-    layer = randomize(config.layer, config)
+    layer = checks.randomize(config.layer, config)
     monkeypatch.setattr(type(layer.memory(4)), "read", lambda self, state, z: self.w_base + state)
     words = "Hebbian.read gives y [2, 3, |and the layer needs [2, 3, 4, 8]"
-    refused(words, layer, *draw(0, (2, 10, 8), (2, 10, 8)))
+    checks.refused(words, layer, *checks.draw(0, (2, 10, 8), (2, 10, 8)))

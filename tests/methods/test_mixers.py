@@ -1,20 +1,10 @@
 """Methods that replace attention: LaCT and the delta rule."""
 
+import checks
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import (
-    TWO_ROWS,
-    after_chunk,
-    assert_close,
-    assert_narrow,
-    draw,
-    influence,
-    may_see,
-    randomize,
-    value_and_gradients,
-)
 from flax import nnx
 from small_models import FLOAT64, small_attention
 
@@ -32,7 +22,7 @@ def _config(precision=FLOAT64, **changes) -> LaCTConfig:
 
 
 def _module(precision=FLOAT64, **changes) -> LaCT:
-    return randomize(LaCT, _config(precision, **changes))
+    return checks.randomize(LaCT, _config(precision, **changes))
 
 
 # Every switch that is not as published.
@@ -45,16 +35,20 @@ OTHER |= dict.fromkeys(("has_qk_norm", "has_qkv_bias"), True)
 def test_a_token_depends_on_the_past_of_its_document_and_nothing_else(changes, float64):
     """And the memory reaches beyond the window, to every earlier chunk of the document; that as
     published leaks from document to document."""
-    module, (h,) = _module(**changes), draw(1, (*TWO_ROWS.shape, D))
-    reach = influence(lambda h: module(h, segment_ids=jnp.asarray(TWO_ROWS)), h) > 0
-    ids = TWO_ROWS if module.config.memory.resets_at_document else np.zeros_like(TWO_ROWS)
-    expected = may_see(ids) & after_chunk(T, L) | may_see(TWO_ROWS, 3)
+    module, (h,) = _module(**changes), checks.draw(1, (*checks.TWO_ROWS.shape, D))
+    reach = checks.influence(lambda h: module(h, segment_ids=jnp.asarray(checks.TWO_ROWS)), h) > 0
+    ids = (
+        checks.TWO_ROWS
+        if module.config.memory.resets_at_document
+        else np.zeros_like(checks.TWO_ROWS)
+    )
+    expected = checks.may_see(ids) & checks.after_chunk(T, L) | checks.may_see(checks.TWO_ROWS, 3)
     np.testing.assert_array_equal(reach, expected)
 
 
 def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
     ids = jnp.asarray(np.repeat([[3, 8], [4, 4]], [6, 8], axis=1))
-    assert_narrow(
+    checks.assert_narrow(
         lambda precision: _module(precision, low_rank=None),
         lambda module, h: module(h, segment_ids=ids),
         (2, T, D),
@@ -63,16 +57,16 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
 
 
 def test_rates_keep_their_digits_in_bfloat16():
-    (h,) = draw(1, (2, T, D), dtype=jnp.bfloat16)
+    (h,) = checks.draw(1, (2, T, D), dtype=jnp.bfloat16)
     rates = _module(Precision(compute="bfloat16"))._rates(h)
     assert rates.dtype == jnp.float32
-    assert_close(rates, _module(Precision())._rates(h.astype(jnp.float32)), 0.02)
+    checks.assert_close(rates, _module(Precision())._rates(h.astype(jnp.float32)), 0.02)
 
 
 def test_a_zero_hidden_state_has_finite_gradients():
     module = LaCT(_config(Precision()), rngs=nnx.Rngs(0))
     h = jnp.zeros((1, T, D)).at[:, 3].set(1)
-    results = value_and_gradients(module, lambda m, h: m(h), h)
+    results = checks.value_and_gradients(module, lambda m, h: m(h), h)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(results))
 
 
@@ -92,18 +86,18 @@ def test_start_is_as_published():
     stds |= dict.fromkeys(("w0", "w2"), 128**-0.5)
     for name, std in stds.items():
         drawn = getattr(module, name, None) or getattr(full, name)
-        assert_close(jnp.std(drawn[...]), std, 0.1)
+        checks.assert_close(jnp.std(drawn[...]), std, 0.1)
     ones = dict.fromkeys(("query_norm", "key_norm", "fast_norm", "qk_scale"), 1)
     zeros = ("qkv_bias", "rate_bias", "scale_bias", "momentum_bias", "qk_offset")
     for name, value in (ones | dict.fromkeys(zeros, 0)).items():
         assert (np.asarray(getattr(module, name)[...]) == value).all(), name
     w0 = module.w0_right[...] @ module.w0_left[...] + 0.5 * jnp.eye(128, 64)
-    assert_close(module._start().w0, w0)
+    checks.assert_close(module._start().w0, w0)
 
 
 def test_rates_start_at_a_thousandth(float64):
     module = LaCT(_config(), rngs=nnx.Rngs(0))
-    assert_close(module._rates(jnp.zeros((1, 3, D))), jnp.full((1, 3, 2, 3), 0.001), 1e-9)
+    checks.assert_close(module._rates(jnp.zeros((1, 3, D))), jnp.full((1, 3, 2, 3), 0.001), 1e-9)
 
 
 def test_parameters_of_the_gated_delta_rule_start_as_published(monkeypatch):

@@ -2,19 +2,11 @@
 
 import collections
 
+import checks
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import (
-    TWO_ROWS,
-    assert_close,
-    dot_operand_types,
-    randomize,
-    temporary_bytes,
-    traced,
-    value_and_gradients,
-)
 from devices import launched_kernels
 from flax import nnx
 from small_models import config_of
@@ -26,7 +18,7 @@ from ttcd_jax.nn.row import Row
 from ttcd_jax.train.loss import next_token_loss
 
 V = 11
-TOKENS = np.random.default_rng(0).integers(0, V, TWO_ROWS.shape)
+TOKENS = np.random.default_rng(0).integers(0, V, checks.TWO_ROWS.shape)
 
 
 def _config(**changes) -> TransformerConfig:
@@ -35,7 +27,7 @@ def _config(**changes) -> TransformerConfig:
 
 
 def _model(**changes) -> Transformer:
-    return randomize(Transformer, _config(**changes), std=0.3)
+    return checks.randomize(Transformer, _config(**changes), std=0.3)
 
 
 def _abstract(config) -> Transformer:
@@ -68,7 +60,7 @@ def _gradients(**changes):
         hidden, stats = model.forward(tokens, ids)
         return jnp.concatenate([hidden.ravel(), stats.memory_ratio, stats.gate_mean])
 
-    return value_and_gradients(_model(**changes), run, TOKENS, TWO_ROWS)[:2]
+    return checks.value_and_gradients(_model(**changes), run, TOKENS, checks.TWO_ROWS)[:2]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +72,7 @@ def scanned():
 @pytest.mark.parametrize("remat", ["none", "block", "offload"])
 def test_models_equal_one_that_is_scanned_and_recomputed_in_part(remat, scanned, float64):
     """Hidden states, statistics in layer order, and all gradients; the first one is unrolled."""
-    assert_close(_gradients(remat=remat, scans_layers=remat != "none"), scanned)
+    checks.assert_close(_gradients(remat=remat, scans_layers=remat != "none"), scanned)
 
 
 def _gradient_of_loss(config):
@@ -97,13 +89,13 @@ def _products(num_layers, fast_layers, **changes):
     """Matrix products in the traced gradient: every one of them is compiled."""
     fields = {"num_layers": num_layers, "fast_layers": fast_layers, "precision": Precision()}
     gradient, args = _gradient_of_loss(_config(**fields | changes))
-    return sum(eqn.primitive.name == "dot_general" for eqn in traced(gradient, *args))
+    return sum(eqn.primitive.name == "dot_general" for eqn in checks.traced(gradient, *args))
 
 
 @pytest.mark.parametrize(("remat", "place"), [("block", "float32"), ("offload", "float32<host>")])
 def test_the_backward_keeps_one_stream_per_block_and_no_other_activation(remat, place):
     gradient, args = _gradient_of_loss(_config(precision=Precision(), remat=remat))
-    scans = [eqn for eqn in traced(gradient, *args) if eqn.primitive.name == "scan"]
+    scans = [eqn for eqn in checks.traced(gradient, *args) if eqn.primitive.name == "scan"]
     kept = [
         str(var.aval) for eqn in scans for var in eqn.outvars if var.aval.shape[1:] == (2, 16, 8)
     ]
@@ -114,7 +106,7 @@ def test_recomputed_blocks_save_memory_also_outside_a_loop():
     def temp_bytes(remat):
         config = _config(fast_layers=(), precision=Precision(), scans_layers=False, remat=remat)
         gradient, (params, _) = _gradient_of_loss(config)
-        return temporary_bytes(gradient, params, jax.ShapeDtypeStruct((2, 512), jnp.int32))
+        return checks.temporary_bytes(gradient, params, jax.ShapeDtypeStruct((2, 512), jnp.int32))
 
     assert temp_bytes("block") < 0.7 * temp_bytes("none")
 
@@ -139,25 +131,25 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
     tokens = jnp.asarray(TOKENS)
     ours, theirs = (jax.jit(model)(tokens) for model in (narrow, wide))
     assert ours.dtype == jnp.bfloat16
-    assert_close(ours, theirs, 0.06)
+    checks.assert_close(ours, theirs, 0.06)
     graph, params = nnx.split(narrow)
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}
     gradient = jax.grad(lambda params: next_token_loss(nnx.merge(graph, params), tokens))
-    assert dot_operand_types(traced(gradient, params)) == {"bfloat16"}
+    assert checks.dot_operand_types(checks.traced(gradient, params)) == {"bfloat16"}
 
 
 def test_a_document_reads_as_a_row_of_its_own_also_by_absolute_positions(float64):
     """A memory of LaCT is not shift-invariant: positions restart with documents."""
-    model = randomize(Transformer, config_of("lact"), std=0.3)
+    model = checks.randomize(Transformer, config_of("lact"), std=0.3)
     ids = jnp.asarray(np.repeat([[0, 7]], 8, axis=1))  # the second begins at a chunk
     tokens = jnp.asarray(np.concatenate([TOKENS[:1, :8], TOKENS[1:, :8]], axis=1))
     together = nnx.jit(lambda model, tokens, ids: model(tokens, ids))(model, tokens, ids)
     alone = nnx.jit(lambda model, tokens: model(tokens))(model, tokens[:, 8:])
-    assert_close(together[:, 8:], alone, 1e-6)  # angles are float32
+    checks.assert_close(together[:, 8:], alone, 1e-6)  # angles are float32
 
 
 def test_a_token_outside_the_vocabulary_is_nan_where_it_cannot_be_refused():
-    model = randomize(Transformer, config_of("swa", precision=Precision()))
+    model = checks.randomize(Transformer, config_of("swa", precision=Precision()))
     tokens = jnp.asarray([[1, 2, V, 3], [1, -1, 2, 3], [1, 2, 3, 4]])
     logits = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
     assert jnp.isnan(logits[0, 2:]).all()
@@ -168,12 +160,12 @@ def test_a_token_outside_the_vocabulary_is_nan_where_it_cannot_be_refused():
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
 @pytest.mark.parametrize("method", ["ipttcd", "lact", "deltanet_hybrid"])
 def test_no_tokens_give_no_logits_and_no_gradient(method, shape):
-    model = randomize(Transformer, config_of(method, precision=Precision()))
+    model = checks.randomize(Transformer, config_of(method, precision=Precision()))
     tokens = jnp.zeros(shape, jnp.int32)
     assert model(tokens, tokens).shape == (*shape, V)
     gradient = nnx.grad(lambda model: model(tokens).sum())(model)
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradient))
-    plain = randomize(Transformer, config_of("swa", precision=Precision()))
+    plain = checks.randomize(Transformer, config_of("swa", precision=Precision()))
     assert jax.eval_shape(plain.forward, tokens)[1] is None
 
 
@@ -182,8 +174,8 @@ LAYERS = {"num_layers": 4, "fast_layers": (0, 2)}
 
 def _found(layers=LAYERS, **changes):
     """(a model, the distances of its layers)."""
-    model = randomize(Transformer, config_of("ipttcd", **layers | changes))
-    ids = jnp.asarray(TWO_ROWS)
+    model = checks.randomize(Transformer, config_of("ipttcd", **layers | changes))
+    ids = jnp.asarray(checks.TWO_ROWS)
     found = nnx.jit(lambda model: model.distillation(jnp.asarray(TOKENS), ids))(model)
     return model, jax.tree.map(lambda x: x.astype(float), found)
 
@@ -192,25 +184,27 @@ def test_every_layer_reports_its_own_distances_in_order_unrolled_too(float64):
     """Against the block of the layer alone, on what the block before it leaves."""
     _, scanned = _found()
     assert scanned.off.shape == (2, *TOKENS.shape)
-    assert_close(_found(scans_layers=False)[1], scanned)
+    checks.assert_close(_found(scans_layers=False)[1], scanned)
     model, found = _found(num_layers=2, fast_layers=(0, 1), scans_layers=False)
     h = model.embedding[...][jnp.asarray(TOKENS)]
     graph, params = nnx.split(model.group_0)
     for layer in range(2):
         block = nnx.merge(graph, jax.tree.map(lambda x, i=layer: x[i], params)).block_0
-        row = Row.of(h, None, jnp.asarray(TWO_ROWS), h)._replace(measures=True)
+        row = Row.of(h, None, jnp.asarray(checks.TWO_ROWS), h)._replace(measures=True)
         h, expected = block.forward(h, row)
         expected = jax.tree.map(lambda x: x.astype(float), expected)
-        assert_close(jax.tree.map(lambda x, i=layer: x[i], found), expected)
+        checks.assert_close(jax.tree.map(lambda x, i=layer: x[i], found), expected)
 
 
 def test_a_forward_that_is_not_measured_computes_nothing_for_it(float64):
     """Measured, a layer has nine more products: three with W_base, and delta_w and two of the read,
     for two kinds of features."""
-    model = randomize(Transformer, config_of("ipttcd", **LAYERS, scans_layers=False))
+    model = checks.randomize(Transformer, config_of("ipttcd", **LAYERS, scans_layers=False))
 
     def products(run):
-        return sum(eqn.primitive.name == "dot_general" for eqn in traced(run, jnp.asarray(TOKENS)))
+        return sum(
+            eqn.primitive.name == "dot_general" for eqn in checks.traced(run, jnp.asarray(TOKENS))
+        )
 
     assert products(lambda x: model.distillation(x)) - products(lambda x: model.forward(x)) == 2 * 9
 
