@@ -24,7 +24,7 @@ RUNS = sorted(
 
 # The published from-scratch recipes and their ablations: they train on the user's records.
 RECIPES = [name for name in RUNS if name.endswith(("_340m.gin", "_760m.gin")) or "ablation" in name]
-CONTINUED = [name for name in RUNS if name.startswith("cpt/")]
+CONTINUED = [name for name in RUNS if name.startswith("cpt/") and "/cpu/" not in name]
 
 
 METHODS = ("swa", "full", "ipttt", "ipttcd", "deltanet", "gated_deltanet", "lact")
@@ -62,7 +62,7 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
         start.plan_start(config)
     else:
         config = recipe(name)
-    if not isinstance(config.data, RecordsConfig):  # which are the user's
+    if not name.startswith("cpt/") and not isinstance(config.data, RecordsConfig):  # the user's
         build.check(config)
     assert RunConfig.from_dict(config.to_dict()) == config
     assert f"--gin={name}" in header
