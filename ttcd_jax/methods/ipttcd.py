@@ -86,7 +86,7 @@ class MemoryConfig(PrefixSettings):
             self.form not in ("auto", "blocked") or self.folds_state
         ):
             raise UserError(
-                "renorm_chunks is a loop of its own: it knows neither another form than 'blocked' "
+                "renorm_chunks is its own loop: it knows neither another form than 'blocked' "
                 "nor folds_state"
             )
         if self.renorm_chunks is not None and self.half_lives:
@@ -108,7 +108,7 @@ class MemoryConfig(PrefixSettings):
             )
         if self.corrects_errors and (self.renorm_chunks or self.orthogonalizes_updates):
             raise UserError(
-                "corrects_errors has an update of its own: it knows neither renorm_chunks nor "
+                "corrects_errors has its own update: it knows neither renorm_chunks nor "
                 "orthogonalizes_updates"
             )
 
@@ -296,7 +296,7 @@ def _write(config: ModelConfig, memory: MemoryConfig) -> dict[str, Any]:
     if config.student_window % memory.chunk_size:
         raise UserError(
             f"the reference's student window is a multiple of the chunk, this model's "
-            f"{config.student_window} is none of {memory.chunk_size}"
+            f"{config.student_window} is not a multiple of {memory.chunk_size}"
         )
     return {
         "ttt_output_source": "student" if memory.output == "student" else "teacher",
