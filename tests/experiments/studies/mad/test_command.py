@@ -73,7 +73,7 @@ def test_the_command_records_prints_and_goes_on(tmp_path):
     assert f"{path} is damaged" in commands.refused("report", f"--run_dir={run_dir}", status=3)
     path.write_text(text)
     report = commands.output("report", f"--run_dir={run_dir}", f"--output={tmp_path}")
-    assert "MAD: synthetic tasks" in report
+    assert "MAD: synthetic tasks (sweep)" in report
     (run_dir / "records" / ".compression.default.full.json.7").write_text("{")  # a torn write
     again = command(run_dir)
     assert again.returncode == 0, again.stderr
