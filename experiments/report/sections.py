@@ -130,9 +130,9 @@ def _sweeps(sweeps: Sequence[Path], output: Path) -> list[Section]:
         return []
     if find_spec("experiments.studies") is None:
         raise UserError(f"{sweeps[0]} is a MAD sweep: only a checkout shows it, not the wheel")
-    from experiments.studies.mad.records import gather, sweep_section
+    from experiments.studies.mad.records import sweep_section
 
-    return [sweep_section(gather(sweeps), output / "mad.png")]
+    return [sweep_section(path, output / f"mad_{i}.png") for i, path in enumerate(sweeps)]
 
 
 def _tables(path: Path) -> list[Section]:

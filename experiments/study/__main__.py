@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     config = load_config(StudyConfig, FLAGS.gin, own, config_dir=cli.CONFIG_DIR)
     chosen = config.chosen(FLAGS.only)
     path = Path(FLAGS.run_dir or f"runs/study-{Path(FLAGS.gin).stem}")
-    with RunDirectory(path).lock(waits=False):
+    with RunDirectory(path).lock():
         texts = held_out_texts(config, params, path)
         for name, seed in chosen:
             compute(config, name, seed, params, texts, path)

@@ -68,7 +68,7 @@ class StudyConfig(Config):
         names = self.files()
         for name in only:
             if name not in names:
-                raise UserError(f"--only={name} is none of the study's {', '.join(names)}")
+                raise UserError(f"--only={name} is not one of the study's {', '.join(names)}")
         return [
             (name, seed)
             for seed in self.seeds

@@ -148,7 +148,7 @@ def test_results_of_other_pieces_and_settings_are_not_shown_again(computed, fold
 
 
 def test_mistakes_are_refused(folder, tmp_path):
-    refused("--only=x is none of the study's base, other, third", _study(folder).chosen, ["x"])
+    refused("--only=x is not one of the study's base, other, third", _study(folder).chosen, ["x"])
     refused(
         "two recipes of the study have one name", _study, folder, "StudyConfig.once=('x/base',)"
     )

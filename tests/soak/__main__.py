@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
 
     kinds = FLAGS.kind or list(FAULTS)
     if unknown := set(kinds) - set(FAULTS):
-        raise UserError(f"--kind: {unknown.pop()!r} is none of {', '.join(FAULTS)}")
+        raise UserError(f"--kind: {unknown.pop()!r} is not one of {', '.join(FAULTS)}")
     chain, outcomes = Chain(folder), {kind: [] for kind in kinds}
     for number in range(FLAGS.first, FLAGS.first + FLAGS.faults):
         kind, rng = drawn(kinds, FLAGS.seed, number)

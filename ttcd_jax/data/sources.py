@@ -13,15 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import grain
 
-from ttcd_jax.config import (
-    AtLeast,
-    Bound,
-    Config,
-    NonNegative,
-    NonNegativeFloat,
-    PositiveFloat,
-    differences,
-)
+from ttcd_jax import config as configs
 from ttcd_jax.data import records
 from ttcd_jax.data.corpus import CorpusConfig, EmptySplitError, Split, load_documents, manifest
 from ttcd_jax.data.packing import BestFitRows, DocumentRows, PackedRows, encode_documents
@@ -108,7 +100,7 @@ def _that_have[T](parts: Iterable[T], open_part: Callable[[T], list[TokenRecords
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightedConfig(Config):
+class WeightedConfig(configs.Config):
     """Parts, mixed in rows of `seq_len` tokens.
 
     `weights`: relative shares of the rows, one per part, exact to a hundredth of the smallest.
@@ -117,9 +109,9 @@ class WeightedConfig(Config):
     of weight 0 is absent from a stage, and goes on after it.
     """
 
-    weights: tuple[PositiveFloat, ...] = ()
-    stages: tuple[tuple[NonNegative, tuple[NonNegativeFloat, ...]], ...] = ()
-    seq_len: Annotated[int, AtLeast(2)]
+    weights: tuple[configs.PositiveFloat, ...] = ()
+    stages: tuple[tuple[configs.NonNegative, tuple[configs.NonNegativeFloat, ...]], ...] = ()
+    seq_len: Annotated[int, configs.AtLeast(2)]
 
     rows_are_documents: ClassVar[bool] = False
 
@@ -160,7 +152,7 @@ class RecordsConfig(WeightedConfig):
     mean length. `packing` "best_fit": no document is cut that fits into a row.
     """
 
-    paths: Annotated[str | tuple[str, ...], Bound("one or more", bool)]
+    paths: Annotated[str | tuple[str, ...], configs.Bound("one or more", bool)]
     folders: tuple[str, ...] = ()
     weights_per: Literal["token", "document"] = "token"
     packing: Packing = "concatenate"
@@ -229,14 +221,14 @@ class RecordsConfig(WeightedConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextConfig(Config):
+class TextConfig(configs.Config):
     """Documents of a `corpus`, encoded by `tokenizer` and packed into rows of `seq_len` tokens;
     with `packing` "best_fit", none is cut that fits into a row."""
 
     corpus: CorpusConfig
     tokenizer: TokenizerConfig
     packing: Packing = "concatenate"
-    seq_len: Annotated[int, AtLeast(2)]
+    seq_len: Annotated[int, configs.AtLeast(2)]
 
     rows_are_documents: ClassVar[bool] = False
 
@@ -268,7 +260,7 @@ class TextConfig(Config):
 class MixtureConfig(WeightedConfig):
     """Corpora of text and folders of records as `parts`, of one tokenizer and one `seq_len`."""
 
-    parts: Annotated[tuple[TextConfig | RecordsConfig, ...], Bound("one or more", bool)]
+    parts: Annotated[tuple[TextConfig | RecordsConfig, ...], configs.Bound("one or more", bool)]
 
     def validate(self) -> None:
         self.check_weights("parts", len(self.parts))
@@ -317,10 +309,10 @@ class MixtureConfig(WeightedConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchesConfig(Config):
+class BatchesConfig(configs.Config):
     """Batches from the caller of `ttcd_jax.train_run`, rows of `seq_len` tokens."""
 
-    seq_len: Annotated[int, AtLeast(2)]
+    seq_len: Annotated[int, configs.AtLeast(2)]
 
     vocab_size: ClassVar[int] = 0  # tokens are checked batch by batch
     rows_are_documents: ClassVar[bool] = True
@@ -386,7 +378,7 @@ def check_unchanged(
     current = identity()
     # Earlier versions stored no digest of the tokenizer.
     stored = {"tokenizer": current.get("tokenizer")} | read_json(path)
-    if changed := differences(_shared(stored, current), current):
+    if changed := configs.differences(_shared(stored, current), current):
         raise DataError(
             f"the training data changed since {run_dir} was started ({changed[0]}): restore it, or "
             "choose another --run_dir"

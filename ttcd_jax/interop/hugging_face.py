@@ -129,8 +129,8 @@ def model_of(source: Mapping[str, Any], precision: Precision = Precision()) -> T
         return config.replace(precision=config.precision.replace(param=precision.param))
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise DataError(
-            f"model_type {kind!r} is none of {', '.join(FAMILIES)}: a model with other norms, "
-            "attention or experts needs layers of its own"
+            f"model_type {kind!r} is not one of {', '.join(FAMILIES)}: a model with other norms, "
+            "attention or experts needs its own layers"
         )
     family = FAMILIES[kind]
     values = Source({**_DEFAULTS, **family.defaults, **source})
@@ -197,7 +197,7 @@ def _rope(values: Source) -> RopeConfig:
     if kind == "linear":
         return RopeConfig(base=base, linear_factor=inner.positive("factor"))
     if kind not in ROPES:
-        raise DataError(f"rope_type {kind!r} is none of default, linear, {', '.join(ROPES)}")
+        raise DataError(f"rope_type {kind!r} is not one of default, linear, {', '.join(ROPES)}")
     config, keys = ROPES[kind]
     needed = keys.keys() - (_YARN.keys() - scaling.keys())
     fields = {keys[name]: inner.positive(name) for name in keys if name in needed}

@@ -51,7 +51,7 @@ def _family_of(source: Mapping[str, Any]) -> tuple[Method, Reference]:
     name, known = source.get("model_type"), families()
     if not isinstance(name, str) or name not in known:
         names = ", ".join(sorted(known))
-        raise DataError(f"model_type {name!r} is none of the reference's: {names}")
+        raise DataError(f"model_type {name!r} is not one of the reference's: {names}")
     method, reference = known[name]
     is_off = reference.has_switch and not Source(source).flag("ttt_mode", True)
     is_empty = method.layers == "fast" and source.get("ttt_layers") == []
@@ -99,7 +99,7 @@ def _value(key: Key, source: Source) -> Any:
     if key.choices is None:
         return source.number(key.name, value) if isinstance(value, int | float) else value
     if not isinstance(value, str) or value not in key.choices:
-        raise DataError(f"{key.name}={value!r} is none of {', '.join(map(repr, key.choices))}")
+        raise DataError(f"{key.name}={value!r} is not one of {', '.join(map(repr, key.choices))}")
     return key.choices[value]
 
 

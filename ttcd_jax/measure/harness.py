@@ -374,7 +374,7 @@ def _rows(path: Path, stem: str) -> Iterator[_Row]:
                 if not all(isinstance(x, str) for x in texts) or not all(map(str.strip, choices)):
                     raise ValueError("a text is missing or no string")
                 if type(answer) is not int or not 0 <= answer < len(choices):
-                    raise ValueError(f"the answer {answer!r} is none of {len(choices)} choices")
+                    raise ValueError(f"the answer {answer!r} is not one of {len(choices)} choices")
             except (LookupError, TypeError, ValueError) as error:
                 raise DataError(f"{where} is no row of {stem}: {error!r}") from error
             yield row

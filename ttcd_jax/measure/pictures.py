@@ -105,9 +105,9 @@ def plot_lines(
             if bands and name in bands:
                 axes.fill_between(x, *bands[name], color=look.colour, alpha=0.15, linewidth=0)
         shown = [point for x, y in series.values() for point in zip(x, y, strict=True)]
-        if any(isinstance(place, str) for place, _ in shown):
+        if any(isinstance(x, str) for x, _ in shown):
             return
-        ticks = sorted({place for place, y in shown if y is not None})
+        ticks = sorted({x for x, y in shown if y is not None})
         if not ticks or ticks[-1] <= 0:
             return  # no point that a logarithmic axis can show
         axes.set_xscale("log", base=2)

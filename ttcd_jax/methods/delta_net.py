@@ -23,18 +23,7 @@ from ttcd_jax.config import Positive, PositiveFloat
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.delta_rule import DeltaMemory, DeltaWrites, l2_normalize_inside
 from ttcd_jax.memory.rows import over_rows
-from ttcd_jax.methods.registry import (
-    ATTENTION_FIXED,
-    COMMON_KEYS,
-    FAST_KEYS,
-    Key,
-    Method,
-    ModelConfig,
-    Reference,
-    Settings,
-    Source,
-    register,
-)
+from ttcd_jax.methods import registry
 from ttcd_jax.nn.block import BlockConfig, Dims, Mixer, Names, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.product import product
@@ -46,7 +35,7 @@ Channels = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeltaRuleConfig(Settings):
+class DeltaRuleConfig(registry.Settings):
     """The settings of the method. `num_taps` of its convolutions; `value_expansion`: channels of a
     value head per channel of a key head; `chunk_size` changes the speed, not the result."""
 
@@ -273,25 +262,29 @@ class HybridBlockConfig(BlockConfig):
 
 
 def delta_block(
-    mixer: type[DeltaNetConfig], config: ModelConfig, settings: DeltaRuleConfig
+    mixer: type[DeltaNetConfig], config: registry.ModelConfig, settings: DeltaRuleConfig
 ) -> BlockConfig:
     part = config.part(mixer, head_dim=config.head_size, rule=settings)
     return BlockConfig(mixer=part, mlp=config.mlp())
 
 
-def _hybrid_block(config: ModelConfig, settings: DeltaRuleConfig) -> BlockConfig:
+def _hybrid_block(config: registry.ModelConfig, settings: DeltaRuleConfig) -> BlockConfig:
     delta = config.part(DeltaSublayerConfig, head_dim=config.head_size, rule=settings)
     return HybridBlockConfig(mixer=config.attention(), delta=delta, mlp=config.mlp())
 
 
-DELTA_KEYS = (*COMMON_KEYS, Key("num_heads", "num_heads"), Key("conv_size", "memory.num_taps", 4))
+DELTA_KEYS = (
+    *registry.COMMON_KEYS,
+    registry.Key("num_heads", "num_heads"),
+    registry.Key("conv_size", "memory.num_taps", 4),
+)
 DELTA_FIXED = {"use_short_conv": True, "attn": None, "num_v_heads": None}
 DELTA_FIXED |= {"conv_bias": False, "allow_neg_eigval": False}
 _FIXED = {"use_gate": False, "use_beta": True, "use_output_norm": True}
 _FIXED |= {"qk_norm": "l2", "qk_activation": "silu"}
 
 
-def _read(source: Source) -> dict[str, Any]:
+def _read(source: registry.Source) -> dict[str, Any]:
     expand_k = source.positive("expand_k", 1)
     key_width = source.positive("hidden_size") * expand_k
     return {
@@ -300,27 +293,31 @@ def _read(source: Source) -> dict[str, Any]:
     }
 
 
-def _write(config: ModelConfig, settings: DeltaRuleConfig) -> dict[str, Any]:
+def _write(config: registry.ModelConfig, settings: DeltaRuleConfig) -> dict[str, Any]:
     expand_k = config.width / config.dim
     return {"expand_k": expand_k, "expand_v": expand_k * settings.value_expansion}
 
 
-METHOD = register(
-    Method(
+METHOD = registry.register(
+    registry.Method(
         "deltanet",
         "DeltaNet",
         functools.partial(delta_block, DeltaNetConfig),
         "all",
         settings=DeltaRuleConfig,
-        reference=Reference(("delta_net",), DELTA_KEYS, DELTA_FIXED | _FIXED, _read, _write),
+        reference=registry.Reference(
+            ("delta_net",), DELTA_KEYS, DELTA_FIXED | _FIXED, _read, _write
+        ),
     )
 )
-HYBRID = register(
-    Method(
+HYBRID = registry.register(
+    registry.Method(
         "deltanet_hybrid",
         "SWA + DeltaNet",
         _hybrid_block,
         settings=DeltaRuleConfig,
-        reference=Reference(("deltanet_baseline",), FAST_KEYS, ATTENTION_FIXED),
+        reference=registry.Reference(
+            ("deltanet_baseline",), registry.FAST_KEYS, registry.ATTENTION_FIXED
+        ),
     )
 )

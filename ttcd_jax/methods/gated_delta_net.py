@@ -17,14 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ttcd_jax.axes import param
-from ttcd_jax.methods.delta_net import (
-    DELTA_FIXED,
-    DELTA_KEYS,
-    DeltaNet,
-    DeltaNetConfig,
-    DeltaRuleConfig,
-    delta_block,
-)
+from ttcd_jax.methods import delta_net
 from ttcd_jax.methods.registry import Key, Method, ModelConfig, Reference, Source, register
 from ttcd_jax.nn.block import Names
 from ttcd_jax.nn.linear import linear, normal_param
@@ -32,10 +25,10 @@ from ttcd_jax.nn.row import Hidden
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GatedDeltaNetConfig(DeltaNetConfig):
+class GatedDeltaNetConfig(delta_net.DeltaNetConfig):
     """The fields of DeltaNet; the gates have no switches."""
 
-    reference_names: ClassVar[Names] = DeltaNetConfig.reference_names | {
+    reference_names: ClassVar[Names] = delta_net.DeltaNetConfig.reference_names | {
         "a_proj.weight": ("decay", "linear"),
         "A_log": ("decay_log", "same"),
         "dt_bias": ("decay_bias", "same"),
@@ -49,7 +42,7 @@ class GatedDeltaNetConfig(DeltaNetConfig):
         return super().flops(length) + gate + 2 * length * N * chunk**2
 
 
-class GatedDeltaNet(DeltaNet, config=GatedDeltaNetConfig):
+class GatedDeltaNet(delta_net.DeltaNet, config=GatedDeltaNetConfig):
     """h [B, T, D] -> [B, T, D]. Parameters of DeltaNet plus two gates. Initialized as in Mamba2:
     exp(decay_log) uniform in (0, 16), softplus(decay_bias) log-uniform in (0.001, 0.1)."""
 
@@ -73,7 +66,9 @@ class GatedDeltaNet(DeltaNet, config=GatedDeltaNetConfig):
 
     def project_out(self, h: Hidden, o: Float[Array, "B T N X"]) -> Hidden:
         gate = jax.nn.silu(linear(h, self.gate[...], self.config.precision.compute_dtype))
-        return super(DeltaNet, self).project_out(h, self.normed(o) * gate.reshape(o.shape))
+        return super(delta_net.DeltaNet, self).project_out(
+            h, self.normed(o) * gate.reshape(o.shape)
+        )
 
     def log_decay(self, h: Hidden) -> Float[Array, "B T N"]:
         """g <= 0, in float32 or better."""
@@ -86,7 +81,7 @@ def _read(source: Source) -> dict[str, Any]:
     return {"memory.value_expansion": source.positive("expand_v", 2)}
 
 
-def _write(config: ModelConfig, settings: DeltaRuleConfig) -> dict[str, Any]:
+def _write(config: ModelConfig, settings: delta_net.DeltaRuleConfig) -> dict[str, Any]:
     return {"head_dim": config.head_size, "expand_v": settings.value_expansion}
 
 
@@ -94,13 +89,13 @@ METHOD = register(
     Method(
         "gated_deltanet",
         "Gated DeltaNet",
-        functools.partial(delta_block, GatedDeltaNetConfig),
+        functools.partial(delta_net.delta_block, GatedDeltaNetConfig),
         "all",
-        settings=DeltaRuleConfig,
+        settings=delta_net.DeltaRuleConfig,
         reference=Reference(
             ("gated_deltanet",),
-            (*DELTA_KEYS, Key("head_dim", "head_dim", 256)),
-            DELTA_FIXED | {"use_gate": True},
+            (*delta_net.DELTA_KEYS, Key("head_dim", "head_dim", 256)),
+            delta_net.DELTA_FIXED | {"use_gate": True},
             _read,
             _write,
         ),

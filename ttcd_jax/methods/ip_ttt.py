@@ -21,17 +21,8 @@ from ttcd_kernels.short_conv import short_conv
 
 from ttcd_jax.memory.prefix import Writes
 from ttcd_jax.memory.protocol import ChunkedMemory
+from ttcd_jax.methods import registry
 from ttcd_jax.methods.in_place import ConvInit, InPlaceConfig, InPlaceMLP, PrefixSettings, ProjInit
-from ttcd_jax.methods.registry import (
-    ATTENTION_FIXED,
-    FAST_KEYS,
-    PROJ_INIT,
-    Key,
-    Method,
-    ModelConfig,
-    Reference,
-    register,
-)
 from ttcd_jax.nn.block import BlockConfig, Names
 from ttcd_jax.nn.mlp import MLPConfig
 from ttcd_jax.nn.product import weight_product
@@ -136,7 +127,7 @@ class IPTTTMLP(InPlaceMLP[Stored, Stored], config=IPTTTConfig):
             self.settings.refuse_ahead("has_activation_conv")
 
 
-def _block(config: ModelConfig, settings: TargetMemoryConfig) -> BlockConfig:
+def _block(config: registry.ModelConfig, settings: TargetMemoryConfig) -> BlockConfig:
     mlp = IPTTTConfig(mlp=config.mlp(), memory=settings)
     return BlockConfig(mixer=config.attention(), mlp=mlp)
 
@@ -146,30 +137,30 @@ _TARGETS: Mapping[str, str] = {
     **dict.fromkeys(("embedding", "embed", "input_embed", "input_embeds"), "embedding"),
 }
 # In the reference's IP-TTT both diagonal initializations are random.
-_PROJ_INIT = PROJ_INIT | {"diagonal": "gaussian_diagonal"}
+_PROJ_INIT = registry.PROJ_INIT | {"diagonal": "gaussian_diagonal"}
 
 
-METHOD = register(
-    Method(
+METHOD = registry.register(
+    registry.Method(
         "ipttt",
         "IP-TTT",
         _block,
         settings=TargetMemoryConfig,
-        reference=Reference(
+        reference=registry.Reference(
             ("ipttt",),
             (
-                *FAST_KEYS,
-                Key("ttt_chunk", "memory.chunk_size", 8192),
-                Key("ttt_lr", "memory.eta", 0.3),
-                Key("ttt_target", "memory.target", "hidden", _TARGETS),
-                Key("ttt_proj", "memory.has_proj", True),
-                Key("ttt_proj_init", "memory.proj_init", "diagonal_gaussian", _PROJ_INIT),
-                Key("ttt_conv", "memory.has_target_conv", True),
-                Key("ttt_activation_conv", "memory.has_activation_conv", False),
-                Key("ttt_conv_kernel_size", "memory.num_taps", 5),
-                Key("ttt_conv_causal", "memory.is_conv_causal", False),
+                *registry.FAST_KEYS,
+                registry.Key("ttt_chunk", "memory.chunk_size", 8192),
+                registry.Key("ttt_lr", "memory.eta", 0.3),
+                registry.Key("ttt_target", "memory.target", "hidden", _TARGETS),
+                registry.Key("ttt_proj", "memory.has_proj", True),
+                registry.Key("ttt_proj_init", "memory.proj_init", "diagonal_gaussian", _PROJ_INIT),
+                registry.Key("ttt_conv", "memory.has_target_conv", True),
+                registry.Key("ttt_activation_conv", "memory.has_activation_conv", False),
+                registry.Key("ttt_conv_kernel_size", "memory.num_taps", 5),
+                registry.Key("ttt_conv_causal", "memory.is_conv_causal", False),
             ),
-            ATTENTION_FIXED,
+            registry.ATTENTION_FIXED,
             has_switch=True,
         ),
     )

@@ -25,24 +25,7 @@ from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.memory.prefix import Writes
 from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.memory.running import RenormalizedMemory
-from ttcd_jax.methods.in_place import (
-    ConvInit,
-    InPlaceConfig,
-    InPlaceMLP,
-    PrefixSettings,
-    identity_taps,
-)
-from ttcd_jax.methods.registry import (
-    ATTENTION_FIXED,
-    FAST_KEYS,
-    PROJ_INIT,
-    Key,
-    Method,
-    ModelConfig,
-    Reference,
-    Source,
-    register,
-)
+from ttcd_jax.methods import in_place, registry
 from ttcd_jax.nn.attention import DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.block import Block, BlockConfig, Names
 from ttcd_jax.nn.linear import normal_param
@@ -52,7 +35,7 @@ from ttcd_jax.nn.row import Hidden
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryConfig(PrefixSettings):
+class MemoryConfig(in_place.PrefixSettings):
     """The settings of IP-TTCD. The defaults are the paper's from-scratch recipe.
 
     A model trained from scratch reads through the teacher convolution, which is initialized to zero
@@ -74,8 +57,8 @@ class MemoryConfig(PrefixSettings):
     normalizes_keys: bool = True
     normalizes_errors: bool = False
     output: Literal["teacher", "teacher_raw", "student"] = "teacher"
-    teacher_conv_init: ConvInit = "zeros"
-    student_conv_init: ConvInit = "normal"
+    teacher_conv_init: in_place.ConvInit = "zeros"
+    student_conv_init: in_place.ConvInit = "normal"
     renorm_chunks: Positive | None = None
     orthogonalizes_updates: bool = False
     zero_slope: NonNegativeFloat = 1.0
@@ -86,7 +69,7 @@ class MemoryConfig(PrefixSettings):
             self.form not in ("auto", "blocked") or self.folds_state
         ):
             raise UserError(
-                "renorm_chunks is a loop of its own: it knows neither another form than 'blocked' "
+                "renorm_chunks is its own loop: it knows neither another form than 'blocked' "
                 "nor folds_state"
             )
         if self.renorm_chunks is not None and self.half_lives:
@@ -108,7 +91,7 @@ class MemoryConfig(PrefixSettings):
             )
         if self.corrects_errors and (self.renorm_chunks or self.orthogonalizes_updates):
             raise UserError(
-                "corrects_errors has an update of its own: it knows neither renorm_chunks nor "
+                "corrects_errors has its own update: it knows neither renorm_chunks nor "
                 "orthogonalizes_updates"
             )
 
@@ -118,10 +101,10 @@ class MemoryConfig(PrefixSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IPTTCDConfig(InPlaceConfig):
+class IPTTCDConfig(in_place.InPlaceConfig):
     """An MLP with a memory in its down projection."""
 
-    reference_names: ClassVar[Names] = InPlaceConfig.reference_names | {
+    reference_names: ClassVar[Names] = in_place.InPlaceConfig.reference_names | {
         "ttt_teacher_conv.weight": ("teacher_conv", "conv"),
         "ttt_student_conv.weight": ("student_conv", "conv"),
         "b_proj": ("rate", "same"),
@@ -158,7 +141,7 @@ class ChunkInputs(NamedTuple):
     log_decay: jax.Array | None
 
 
-class IPTTCDMLP(InPlaceMLP[Features, ChunkInputs], config=IPTTCDConfig):
+class IPTTCDMLP(in_place.InPlaceMLP[Features, ChunkInputs], config=IPTTCDConfig):
     """(x, t) [B, T, D] -> y [B, T, D], any T: teacher and student. Parameters of SwiGLU plus P, b
     and the two convolutions."""
 
@@ -187,7 +170,7 @@ class IPTTCDMLP(InPlaceMLP[Features, ChunkInputs], config=IPTTCDConfig):
     def convolved(self, tokens: Features, segments: Int[Array, "B C L"] | None) -> ChunkInputs:
         settings = self.settings
         # A convolution that is off is the identity.
-        teacher_taps = student_taps = identity_taps(settings, tokens.teacher.shape[-1])
+        teacher_taps = student_taps = in_place.identity_taps(settings, tokens.teacher.shape[-1])
         if settings.has_teacher_conv:
             teacher_taps = self.teacher_conv[...]
         if settings.has_student_conv:
@@ -250,7 +233,7 @@ class IPTTCDBlockConfig(BlockConfig):
     """`mixer`: attention under two windows; `mlp`: one that learns from their difference."""
 
     mixer: DualWindowConfig
-    mlp: InPlaceConfig
+    mlp: in_place.InPlaceConfig
 
 
 class IPTTCDBlock(Block):
@@ -259,23 +242,25 @@ class IPTTCDBlock(Block):
 
     config_class = IPTTCDBlockConfig
     mixer: DualWindowAttention
-    mlp: InPlaceMLP
+    mlp: in_place.InPlaceMLP
 
 
-def dual_window_block(config: ModelConfig, mlp: InPlaceConfig) -> IPTTCDBlockConfig:
+def dual_window_block(
+    config: registry.ModelConfig, mlp: in_place.InPlaceConfig
+) -> IPTTCDBlockConfig:
     """The block of this MLP, which reads teacher and student from attention under two windows."""
     mixer = DualWindowConfig(attention=config.attention(), student_window=config.student_window)
     return IPTTCDBlockConfig(mixer=mixer, mlp=mlp)
 
 
-def _block(config: ModelConfig, settings: MemoryConfig) -> BlockConfig:
+def _block(config: registry.ModelConfig, settings: MemoryConfig) -> BlockConfig:
     return dual_window_block(config, IPTTCDConfig(mlp=config.mlp(), memory=settings))
 
 
 _CONV_INIT = {"zero": "zeros", "identity": "identity", "random": "normal"}
 
 
-def _read(source: Source) -> dict[str, Any]:
+def _read(source: registry.Source) -> dict[str, Any]:
     output = source.values.get("ttt_output_source", "teacher")
     if output not in ("teacher", "student"):
         raise DataError(f"ttt_output_source={output!r} is neither 'teacher' nor 'student'")
@@ -292,11 +277,11 @@ def _read(source: Source) -> dict[str, Any]:
     }
 
 
-def _write(config: ModelConfig, memory: MemoryConfig) -> dict[str, Any]:
+def _write(config: registry.ModelConfig, memory: MemoryConfig) -> dict[str, Any]:
     if config.student_window % memory.chunk_size:
         raise UserError(
             f"the reference's student window is a multiple of the chunk, this model's "
-            f"{config.student_window} is none of {memory.chunk_size}"
+            f"{config.student_window} is not a multiple of {memory.chunk_size}"
         )
     return {
         "ttt_output_source": "student" if memory.output == "student" else "teacher",
@@ -307,32 +292,36 @@ def _write(config: ModelConfig, memory: MemoryConfig) -> dict[str, Any]:
     }
 
 
-METHOD = register(
-    Method(
+METHOD = registry.register(
+    registry.Method(
         "ipttcd",
         "IP-TTCD",
         _block,
         settings=MemoryConfig,
-        reference=Reference(
+        reference=registry.Reference(
             ("ipttcdv9", "ipttcdv9_lowcopy", "ipttcdv8", "ipttcd"),
             (
-                *FAST_KEYS,
-                Key("ttt_chunk", "memory.chunk_size", 8192),
-                Key("ttt_lr", "memory.eta", 0.3),
-                Key("ttt_proj", "memory.has_proj", True),
-                Key("ttt_proj_init", "memory.proj_init", "diagonal", PROJ_INIT),
-                Key("ttt_teacher_conv", "memory.has_teacher_conv", True),
-                Key("ttt_student_conv", "memory.has_student_conv", True),
-                Key("ttt_conv_kernel_size", "memory.num_taps", 5),
-                Key("ttt_conv_causal", "memory.is_conv_causal", True),
-                Key("ttt_teacher_conv_init", "memory.teacher_conv_init", "zero", _CONV_INIT),
-                Key("ttt_student_conv_init", "memory.student_conv_init", "zero", _CONV_INIT),
-                Key("dynamic_lr", "memory.has_token_rate", True),
-                Key("ttt_normalize_student_features", "memory.normalizes_keys", True),
-                Key("ttt_norm_proj_diff", "memory.normalizes_errors", False),
-                Key("use_muon", "memory.orthogonalizes_updates", False),
+                *registry.FAST_KEYS,
+                registry.Key("ttt_chunk", "memory.chunk_size", 8192),
+                registry.Key("ttt_lr", "memory.eta", 0.3),
+                registry.Key("ttt_proj", "memory.has_proj", True),
+                registry.Key("ttt_proj_init", "memory.proj_init", "diagonal", registry.PROJ_INIT),
+                registry.Key("ttt_teacher_conv", "memory.has_teacher_conv", True),
+                registry.Key("ttt_student_conv", "memory.has_student_conv", True),
+                registry.Key("ttt_conv_kernel_size", "memory.num_taps", 5),
+                registry.Key("ttt_conv_causal", "memory.is_conv_causal", True),
+                registry.Key(
+                    "ttt_teacher_conv_init", "memory.teacher_conv_init", "zero", _CONV_INIT
+                ),
+                registry.Key(
+                    "ttt_student_conv_init", "memory.student_conv_init", "zero", _CONV_INIT
+                ),
+                registry.Key("dynamic_lr", "memory.has_token_rate", True),
+                registry.Key("ttt_normalize_student_features", "memory.normalizes_keys", True),
+                registry.Key("ttt_norm_proj_diff", "memory.normalizes_errors", False),
+                registry.Key("use_muon", "memory.orthogonalizes_updates", False),
             ),
-            ATTENTION_FIXED,
+            registry.ATTENTION_FIXED,
             _read,
             _write,
             has_switch=True,

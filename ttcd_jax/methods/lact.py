@@ -24,16 +24,7 @@ from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
 from ttcd_jax.memory.fast_swiglu import FastSwiGLU, FastWeights, FastWrites, unit
 from ttcd_jax.memory.pieces import OpenChunk, over_piece, start_pieces
 from ttcd_jax.memory.rows import check_parts, over_rows
-from ttcd_jax.methods.registry import (
-    COMMON_KEYS,
-    Key,
-    Method,
-    ModelConfig,
-    Reference,
-    Settings,
-    Source,
-    register,
-)
+from ttcd_jax.methods import registry
 from ttcd_jax.nn.attention import AttentionConfig, start_cache
 from ttcd_jax.nn.block import BlockConfig, Dims, Mixer, Names, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
@@ -49,7 +40,7 @@ RATE_SHIFT = 0.001 + math.log(-math.expm1(-0.001))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LaCTMemoryConfig(Settings):
+class LaCTMemoryConfig(registry.Settings):
     """The settings of the method; the defaults are published, except `resets_at_document`
     (published: the memory leaks from document to document).
 
@@ -351,12 +342,12 @@ class LaCT(Mixer, config=LaCTConfig):
         return FastWeights(w0, self.w1[...], w2)
 
 
-def _block(config: ModelConfig, settings: LaCTMemoryConfig) -> BlockConfig:
+def _block(config: registry.ModelConfig, settings: LaCTMemoryConfig) -> BlockConfig:
     mixer = LaCTConfig(attention=config.attention(), memory=settings)
     return BlockConfig(mixer=mixer, mlp=config.mlp())
 
 
-def _read(source: Source) -> dict[str, Any]:
+def _read(source: registry.Source) -> dict[str, Any]:
     rank = source.number("w0_w2_low_rank", -1)
     return {
         "memory.low_rank": rank if rank > 0 else None,
@@ -365,7 +356,7 @@ def _read(source: Source) -> dict[str, Any]:
     }
 
 
-def _write(config: ModelConfig, settings: LaCTMemoryConfig) -> dict[str, Any]:
+def _write(config: registry.ModelConfig, settings: LaCTMemoryConfig) -> dict[str, Any]:
     return {
         "w0_w2_low_rank": settings.low_rank or -1,
         "no_v_silu": not settings.has_value_silu,
@@ -373,30 +364,30 @@ def _write(config: ModelConfig, settings: LaCTMemoryConfig) -> dict[str, Any]:
     }
 
 
-METHOD = register(
-    Method(
+METHOD = registry.register(
+    registry.Method(
         "lact",
         "LaCT",
         _block,
         "all",
         settings=LaCTMemoryConfig,
-        reference=Reference(
+        reference=registry.Reference(
             ("lact",),
             (
-                *COMMON_KEYS,
-                Key("num_attn_heads", "num_heads"),
-                Key("window_size", "window", None),
-                Key("rope_theta", "rope.base", 10000.0),
-                Key("num_lact_heads", "memory.num_fast_heads"),
-                Key("inter_multi", "memory.hidden_expansion", 1),
-                Key("lact_chunk_size", "memory.chunk_size", 2048),
-                Key("use_momentum", "memory.has_momentum", False),
-                Key("use_muon", "memory.orthogonalizes_updates", False),
-                Key("ttt_prenorm", "memory.keeps_raw_state", False),
-                Key("qkv_silu", "memory.has_qk_silu", True),
-                Key("learnable_ttt_scale", "memory.has_scale", False),
-                Key("attn_qk_norm", "memory.has_qk_norm", False),
-                Key("qkv_bias", "memory.has_qkv_bias", False),
+                *registry.COMMON_KEYS,
+                registry.Key("num_attn_heads", "num_heads"),
+                registry.Key("window_size", "window", None),
+                registry.Key("rope_theta", "rope.base", 10000.0),
+                registry.Key("num_lact_heads", "memory.num_fast_heads"),
+                registry.Key("inter_multi", "memory.hidden_expansion", 1),
+                registry.Key("lact_chunk_size", "memory.chunk_size", 2048),
+                registry.Key("use_momentum", "memory.has_momentum", False),
+                registry.Key("use_muon", "memory.orthogonalizes_updates", False),
+                registry.Key("ttt_prenorm", "memory.keeps_raw_state", False),
+                registry.Key("qkv_silu", "memory.has_qk_silu", True),
+                registry.Key("learnable_ttt_scale", "memory.has_scale", False),
+                registry.Key("attn_qk_norm", "memory.has_qk_norm", False),
+                registry.Key("qkv_bias", "memory.has_qkv_bias", False),
             ),
             {"lr_dim": 1, "lr_parameterization": "mamba"},
             _read,

@@ -20,21 +20,12 @@ from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import laid_out, run_mesh
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.distributed import agree
+from ttcd_jax.train import state as train_state
 from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.groups import preparation, rate_factors
 from ttcd_jax.train.hardware import device_bytes
 from ttcd_jax.train.metrics import in_step, programs
 from ttcd_jax.train.optimizer import build_optimizer, learning_rate
-from ttcd_jax.train.state import (
-    Params,
-    TrainState,
-    abstract_params,
-    init_params,
-    logical_axes,
-    placed_as,
-    state_of,
-    state_shardings,
-)
 from ttcd_jax.train.step import Batch, make_train_step
 
 
@@ -127,15 +118,15 @@ class Program:
         self._prepare = preparation(model, factors, config.memory_warmup)
         schedule = optimizer.schedule
         self._rate = learning_rate(schedule.replace(steps=schedule.steps or config.steps))
-        axes = logical_axes(model)
+        axes = train_state.logical_axes(model)
         self._optimizer = build_optimizer(optimizer, self._rate, axes, factors=factors)
-        self._shardings = state_shardings(model, self._optimizer, mesh)
+        self._shardings = train_state.state_shardings(model, self._optimizer, mesh)
         skips = jax.eval_shape(no_skips)
-        self.skips = placed_as(skips, where := dict.fromkeys(skips, replicated(mesh)))
+        self.skips = train_state.placed_as(skips, where := dict.fromkeys(skips, replicated(mesh)))
         if config.counts_skips:
             self._shardings["skips"] = where
-        state = jax.eval_shape(self._state_of, abstract_params(model))
-        self.state = placed_as(state, self._shardings)
+        state = jax.eval_shape(self._state_of, train_state.abstract_params(model))
+        self.state = train_state.placed_as(state, self._shardings)
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -179,23 +170,27 @@ class Program:
         shapes = self.state["params"], self.batch
         return [jax.jit(measure, out_shardings=where).lower(*shapes) for measure in found]
 
-    def fresh_state(self) -> TrainState:
+    def fresh_state(self) -> train_state.TrainState:
         """The training state before the first step, drawn from the seed."""
         model, seed, where = self.config.model, self.config.seed, self._shardings
-        return jax.jit(lambda: self._state_of(init_params(model, seed)), out_shardings=where)()
+        return jax.jit(
+            lambda: self._state_of(train_state.init_params(model, seed)), out_shardings=where
+        )()
 
-    def state_with(self, params: Params) -> TrainState:
+    def state_with(self, params: train_state.Params) -> train_state.TrainState:
         """`fresh_state` with `params`, which are donated."""
         return jax.jit(self._state_of, out_shardings=self._shardings, donate_argnums=0)(params)
 
-    def resumed(self, state: dict[str, Any]) -> TrainState:
+    def resumed(self, state: dict[str, Any]) -> train_state.TrainState:
         """The state of a checkpoint, with counts of bad steps if this run has them, and if it lacks
         them from 0; the earlier run may have done otherwise."""
         skips = state.pop("skips", None) or jax.jit(no_skips, out_shardings=replicated(self.mesh))()
-        return TrainState(**state, **({"skips": skips} if self.config.counts_skips else {}))
+        return train_state.TrainState(
+            **state, **({"skips": skips} if self.config.counts_skips else {})
+        )
 
-    def _state_of(self, params: Params) -> TrainState:
-        state = state_of(self._optimizer, params)
+    def _state_of(self, params: train_state.Params) -> train_state.TrainState:
+        state = train_state.state_of(self._optimizer, params)
         if self.config.counts_skips:
             state["skips"] = no_skips()
         return state

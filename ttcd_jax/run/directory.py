@@ -12,7 +12,6 @@ tokenizer.json if it came with one.
 """
 
 import contextlib
-import fcntl
 import os
 import platform
 import socket
@@ -175,8 +174,8 @@ class RunDirectory:
         return self._read(_IMPORT) if (self.path / _IMPORT).exists() else None
 
     @contextlib.contextmanager
-    def lock(self, *, waits: bool = False) -> Iterator[None]:
-        """Locks the directory; while another process holds it, waits or raises `UserError`."""
+    def lock(self) -> Iterator[None]:
+        """Locks the directory. Raises `UserError` while another process holds it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
@@ -188,7 +187,7 @@ class RunDirectory:
             ) from error
         with handle:
             try:
-                lock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+                lock(handle)
             except BlockingIOError as error:
                 handle.seek(0)
                 owner = handle.read().strip() or "another process"  # that has not written its name

@@ -72,7 +72,7 @@ def num_parts(config: RunConfig, mesh: Mesh | AbstractMesh) -> int:
 
 def laid_out(config: RunConfig, mesh: Mesh | AbstractMesh) -> RunConfig:
     """`config` with its parts, and `remat` and `scans_layers` where its model leaves them open. An
-    abstract mesh is of accelerators. Raises `UserError` for parts that devices do not divide."""
+    abstract mesh is one of accelerators. `UserError` for parts that devices cannot divide."""
     parts, model = num_parts(config, mesh), config.model
     rows, devices = config.batch_size // parts, _row_devices(mesh)
     if rows % devices:

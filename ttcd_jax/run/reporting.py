@@ -173,7 +173,8 @@ def _framed(event: Event) -> bytes:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All intact records of a `metrics.jsonl`; damaged lines but a torn last one are warned of."""
+    """All intact records of a `metrics.jsonl`. A damaged line gives a warning, but not the last,
+    which a killed run leaves torn."""
     if path.exists() and not path.is_file():
         raise DataError(f"{path} is no regular file; move it away")
     try:

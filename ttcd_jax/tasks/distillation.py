@@ -80,7 +80,7 @@ class StudentTeacher(RowTask[LayerDistances]):
                 if getattr(self, name) is not None:
                     raise UserError(
                         f"--{name} has no effect: {subject.run_dir} was trained on recall data, "
-                        "which has rows of its own"
+                        "which has its own rows"
                     )
             return Recall(max_rows=self.max_rows).source(subject)
         return Perplexity(text=self.text, seq_len=self.seq_len).source(subject)

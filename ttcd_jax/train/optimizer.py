@@ -12,15 +12,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
-from ttcd_jax.config import (
-    Config,
-    Decay,
-    Fraction,
-    NonNegative,
-    NonNegativeFloat,
-    Positive,
-    PositiveFloat,
-)
+from ttcd_jax import config as configs
 from ttcd_jax.errors import UserError
 from ttcd_jax.registry import Registry
 from ttcd_jax.train.muon import AxesTree, parameter_groups, scale_by_muon
@@ -34,17 +26,17 @@ _DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(Config):
+class ScheduleConfig(configs.Config):
     """The rate grows to `peak` in `warmup` steps and falls by the curve `decay` to
     `floor_ratio` of it. `steps` None: the length of the run. `decay_ratio`: the share of `steps`
     spent decaying (warm-up, stable, decay); None decays from the end of the warm-up."""
 
-    peak: PositiveFloat = 3e-4
-    steps: Positive | None = None
-    warmup: NonNegative = 50
-    decay_ratio: Fraction | None = None
+    peak: configs.PositiveFloat = 3e-4
+    steps: configs.Positive | None = None
+    warmup: configs.NonNegative = 50
+    decay_ratio: configs.Fraction | None = None
     decay: Literal["linear", "sqrt", "cosine"] = "cosine"
-    floor_ratio: Fraction = 0.1
+    floor_ratio: configs.Fraction = 0.1
 
 
 def learning_rate(config: ScheduleConfig) -> Callable[[ArrayLike], Float[Array, ""]]:
@@ -72,14 +64,14 @@ def learning_rate(config: ScheduleConfig) -> Callable[[ArrayLike], Float[Array, 
     return rate
 
 
-Rates = tuple[tuple[str, NonNegativeFloat], ...]
+Rates = tuple[tuple[str, configs.NonNegativeFloat], ...]
 
 
-class OptimizerSettings(Config):
+class OptimizerSettings(configs.Config):
     """Base of the constants of optimizers, the type of `OptimizerConfig.settings`."""
 
     @classmethod
-    def alternatives(cls) -> list[type[Config]]:
+    def alternatives(cls) -> list[type[configs.Config]]:
         return OPTIMIZERS.classes() if cls is OptimizerSettings else [cls]
 
 
@@ -89,13 +81,13 @@ class MuonSettings(OptimizerSettings):
     (`is_nesterov`), and the dtype of Newton-Schulz, `orthogonalization`; not float16, in which a
     small momentum underflows before it is normalised."""
 
-    momentum: Decay = 0.95
+    momentum: configs.Decay = 0.95
     is_nesterov: bool = True
     orthogonalization: Literal["float64", "float32", "bfloat16"] = "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Config):
+class OptimizerConfig(configs.Config):
     """AdamW's decay rates `beta1` and `beta2` of its moments and `eps`; `weight_decay` per unit of
     learning rate, the `schedule` of that rate, and `clip_norm`, the largest norm of a gradient
     (None: any). `kind` names a registered optimizer, `settings` its own constants (None: their
@@ -109,11 +101,11 @@ class OptimizerConfig(Config):
 
     kind: str = "adamw"
     settings: OptimizerSettings | None = None
-    beta1: Decay = 0.9
-    beta2: Decay = 0.95
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.1
-    clip_norm: PositiveFloat | None = 1.0
+    beta1: configs.Decay = 0.9
+    beta2: configs.Decay = 0.95
+    eps: configs.PositiveFloat = 1e-8
+    weight_decay: configs.NonNegativeFloat = 0.1
+    clip_norm: configs.PositiveFloat | None = 1.0
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     rates: Rates = ()
 

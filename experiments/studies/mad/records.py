@@ -5,12 +5,11 @@ The score of a task is the mean over its settings of the best test accuracy (mac
 of a setting's learning rates and decays; with several seeds, their mean counts as one run.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import json
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -18,9 +17,9 @@ import numpy as np
 from ttcd_kernels.table import Row, format_table
 
 from experiments.studies.mad.tasks import PUBLISHED, TASKS, MADConfig, TaskName, settings
-from ttcd_jax.config import Bound, Config, NonNegative, NonNegativeFloat, Positive, differences
+from ttcd_jax.config import Bound, Config, NonNegative, NonNegativeFloat, Positive
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.files import lock, read_json, write_whole
+from ttcd_jax.files import read_json, write_whole
 from ttcd_jax.measure.page import Section
 from ttcd_jax.measure.pictures import COLOURS, MARKERS, Picture, save_figure
 from ttcd_jax.methods import METHODS
@@ -145,21 +144,6 @@ def record_path(sweep: Path, job: Job) -> Path:
     return sweep / "records" / f"{job.name}.json"
 
 
-@contextlib.contextmanager
-def claim(path: Path) -> Iterator[bool]:
-    """Whether this process does the job of record `path`: it is not recorded yet, and no other
-    process of this machine has claimed it. The claim ends with the block, or with the process."""
-    locks = path.parent / "locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    with (locks / path.stem).open("w") as handle:
-        try:
-            lock(handle)
-            is_ours = not path.exists()
-        except BlockingIOError:
-            is_ours = False
-        yield is_ours
-
-
 def write(path: Path, record: Record) -> None:
     """Writes the record atomically; it is on disk when this returns."""
     write_whole(path, json.dumps(record.to_dict(), indent=1, allow_nan=False) + "\n")
@@ -181,36 +165,11 @@ def read(path: Path) -> Record:
         raise DataError(text) from error
 
 
-def gather(sweeps: Sequence[Path]) -> list[Record]:
-    """The records of several sweeps. Raises `UserError` where one has none, two have the same job,
-    or trained a task by other settings, `DataError` where a file is damaged."""
-    records: dict[str, Record] = {}
-    known: dict[tuple[str, str], tuple[Path, dict[str, Any]]] = {}
-    for sweep in sweeps:
-        if not (sweep / "records").is_dir():
-            raise UserError(f"{sweep} holds no records: give the folder of a sweep")
-        for path in sorted((sweep / "records").glob("*.json")):
-            if path.name in records:
-                text = f"{sweep} has {path.stem}, and so has another of the sweeps"
-                raise UserError(f"{text}: show one of them without --beside")
-            records[path.name] = record = read(path)
-            for part, own in _settings(record).items():
-                first, expected = known.setdefault((record.task, part), (path, own))
-                if changed := differences(expected, own):
-                    text = f"{path} is of other settings than {first} ({changed[0]})"
-                    raise UserError(f"{text}: show one of their sweeps alone")
-    return list(records.values())
-
-
-def _settings(record: Record) -> dict[str, dict[str, Any]]:
-    """What the scores of a task have in common: all of them, those of a setting, of a method."""
-    found = record.to_dict()
-    found["runs"] = [[run.rate, run.weight_decay, run.seed] for run in record.runs]
-    found |= {name: found["model"][name] for name in ("init_std", "precision")}
-    found["model"]["vocab_size"] = None
-    parts = {"": ("init_std", "precision", "recipe", "num_test", "runs")}
-    parts |= {record.setting: ("data", "num_train", "epochs", "steps"), record.method: ("model",)}
-    return {part: {name: found[name] for name in names} for part, names in parts.items()}
+def gather(sweep: Path) -> list[Record]:
+    """The records of a sweep. Raises `UserError` for none, `DataError` where one is damaged."""
+    if not (sweep / "records").is_dir():
+        raise UserError(f"{sweep} holds no records: give the folder of a sweep")
+    return [read(path) for path in sorted((sweep / "records").glob("*.json"))]
 
 
 class Score(NamedTuple):
@@ -263,12 +222,12 @@ def scores(records: Sequence[Record]) -> dict[tuple[str, str], Score]:
     return found
 
 
-def sweep_section(records: Sequence[Record], picture: Path) -> Section:
-    """The scores and their picture, which is drawn."""
-    draw_curves(picture, records)
+def sweep_section(sweep: Path, picture: Path) -> Section:
+    """The scores of a sweep and their picture, which is drawn."""
+    draw_curves(picture, records := gather(sweep))
     sentence = "Test accuracy of six synthetic tasks by step; hollow: published, at full budget. "
     pictures = [Picture(Path(picture.name), f"{sentence}{'. '.join(footnotes(records))}.")]
-    return Section("MAD: synthetic tasks", score_table(records), pictures)
+    return Section(f"MAD: synthetic tasks ({sweep.name})", score_table(records), pictures)
 
 
 def tables(records: Sequence[Record]) -> str:

@@ -163,7 +163,7 @@ class Cell:
         self._seed, self.is_short = seed, length < 4096
 
     def shuffle(self, items: list[str]) -> None:
-        """Shuffles in place by a generator of its own: equal sizes get equal permutations."""
+        """Shuffles in place by its own generator: equal sizes get equal permutations."""
         random.Random(self._seed).shuffle(items)
 
     def names(self, letters: str, size: int, count: int) -> list[str]:
@@ -277,8 +277,8 @@ def _needles_prompt(cell: Cell, needles: Needles, sources: Sources, size: int) -
         if needles.haystack == "needle":
             kinds = needles.keys, needles.values
             hay = [_line(needles, *(_drawn(cell, kind) for kind in kinds)) for _ in range(size)]
-        (place,) = cell.random.sample(range(size), 1)
-        hay.insert(place, lines[0])
+        (index,) = cell.random.sample(range(size), 1)
+        hay.insert(index, lines[0])
         context = "\n".join(hay)
     chosen = cell.random.sample(range(needles.num_keys), needles.num_queries)
     *first, last = [keys[i] for i in chosen]
@@ -378,8 +378,8 @@ def _chain_prompt(cell: Cell, size: int, *, is_example: bool = False) -> Prompt 
     chain += [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(names)]
     lines = [_TEXTS["noise"]] * size
     places = sorted(cell.random.sample(range(size), _NUM_VARIABLES))
-    for shift, (place, statement) in enumerate(zip(places, chain, strict=True)):
-        lines.insert(place + shift, statement)
+    for shift, (index, statement) in enumerate(zip(places, chain, strict=True)):
+        lines.insert(index + shift, statement)
     context = "\n".join(lines).replace(". \n", ".\n")
     return Prompt(_TEXTS["chain"].format(context=context, value=value, count=_NUM_VARIABLES), names)
 

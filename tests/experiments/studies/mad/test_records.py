@@ -3,12 +3,11 @@
 import json
 
 import numpy as np
-import pytest
 from checks import refused
 from damage import fuzz_file
 
 from experiments.studies.mad import records
-from experiments.studies.mad.records import Measures, Point, RecipeConfig, Record, Run, gather
+from experiments.studies.mad.records import Measures, Point, RecipeConfig, Record, Run
 from experiments.studies.mad.sweep import mad_config
 from experiments.studies.mad.tasks import BASELINES
 from ttcd_jax.errors import DataError
@@ -82,7 +81,9 @@ def test_the_section_has_a_picture_with_a_panel_per_task_also_where_a_method_fai
     found.append(record("compression", "default", "swa", run(None)))
     sizes = []
     for count in (1, 5):
-        section = records.sweep_section(found[:count], tmp_path / "curves.png")
+        for each in found[:count]:
+            records.write(records.record_path(tmp_path, each), each)
+        section = records.sweep_section(tmp_path, tmp_path / "curves.png")
         assert section.table == records.score_table(found[:count])
         (picture,) = section.pictures
         assert records.footnotes(found[:count])[-1] in picture.sentence
@@ -132,34 +133,3 @@ def test_a_record_with_changed_values_is_read_or_named_in_one_line(tmp_path):
     fuzz_file(path, lambda: records.tables([records.read(path)]), 500, named=f"{path} is damaged")
     path.write_text('{"task":')
     refused("damaged.json is not JSON", records.read, path, error=DataError)
-
-
-def written(sweep, record):
-    records.write(records.record_path(sweep, record), record)
-    return sweep
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"recipe": RecipeConfig(batch_size=32, schedule="constant")}, "cosine -> constant"),
-        ({"steps": 5}, "steps: 40 -> 5"),
-        ({"data": BASELINES["compression"].replace(seq_len=64)}, "data.seq_len: 32 -> 64"),
-        ({"model": RECORDS[3].model.replace(init_std=0.2)}, "init_std: 0.1 -> 0.2"),
-        ({"runs": (run(0.1, rate=1.0),)}, "runs: [[0.001, |-> [[1.0, "),
-        ({"method": "swa"}, "compression.default.swa, and so has another"),
-        (
-            {"method": "swa", "setting": "x", "model": RECORDS[3].model.replace(window=8)},
-            "model.window: 16 -> 8",
-        ),
-    ],
-)
-def test_sweeps_are_shown_together_if_no_task_is_of_two_recipes_and_no_job_twice(
-    tmp_path, changes, words
-):
-    first = RECORDS[3]
-    second = first.replace(**{"method": "full"} | changes)
-    own = written(tmp_path / "own", first)
-    refused(words, gather, [own, written(tmp_path / "other", second)])
-    elsewhere = second.replace(task="memorization")  # another column: the footnotes tell its budget
-    assert gather([own, written(tmp_path / "third", elsewhere)]) == [first, elsewhere]
