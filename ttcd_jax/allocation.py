@@ -8,6 +8,7 @@ faults and an eighth of the time of a small model's step.
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import re
@@ -26,9 +27,10 @@ _OWN_GROUP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
 
+@functools.cache
 def keep_freed_memory() -> None:
     """Lets this process keep freed memory for its next allocations: its resident memory stays at
-    its peak. Call it before JAX's first array. Nothing happens where an accelerator computes, where
+    its peak, and grows by fragmentation. Nothing happens where an accelerator computes, where
     variables MALLOC_* or GLIBC_TUNABLES are set, and without glibc."""
     is_set = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     libc = ctypes.CDLL(None)

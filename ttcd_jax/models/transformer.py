@@ -22,7 +22,7 @@ from ttcd_jax.sharding.rules import constrain, gathered, is_distributed, never_s
 from ttcd_jax.sharding.vocabulary import lookup
 from ttcd_jax.tokens import check_tokens
 
-keep_freed_memory()
+_WIDE = 512  # from here on page faults are little beside the arithmetic, and fragments are large
 
 
 class Run(NamedTuple):
@@ -100,6 +100,8 @@ class Transformer(Configured):
     config_class = TransformerConfig
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        if config.dim < _WIDE:
+            keep_freed_memory()
         self.config = config
         std, dtype = config.init_std, config.precision.param_dtype
         vocab = (config.vocab_size, config.dim)
