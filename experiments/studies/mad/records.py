@@ -168,16 +168,9 @@ def write(path: Path, record: Record) -> None:
 def read(path: Path) -> Record:
     """The record in a file. Raises `DataError` for a damaged one."""
     try:
-        source = read_json(path)
-        for run in source["runs"]:
-            run["curve"] = [Point(**point) for point in run["curve"]]
-            run["metrics"] = None if run["metrics"] is None else Measures(**run["metrics"])
-        source["runs"] = [Run(**run) for run in source["runs"]]
-        parts = {"data": MADConfig, "recipe": RecipeConfig, "model": TransformerConfig}
-        return Record(**source | {name: x.from_dict(source[name]) for name, x in parts.items()})
-    except (ValueError, LookupError, TypeError) as error:
-        cause = f"{type(error).__name__}: {error}"
-        text = f"{path} is damaged ({cause}): delete the file and run the sweep again"
+        return Record.from_dict(read_json(path))
+    except UserError as error:
+        text = f"{path} is damaged ({error}): delete the file and run the sweep again"
         raise DataError(text) from error
 
 
