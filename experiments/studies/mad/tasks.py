@@ -20,8 +20,8 @@ from ttcd_jax.measure.page import published
 IGNORE = -100
 # The published scores in percent, by method and task. Its "overall" of DeltaNet, Gated DeltaNet and
 # LaCT is not the mean of the six.
-PUBLISHED = {row.pop("method"): row for x in published("mad") for row in x.table}
-TASKS = tuple(PUBLISHED["ipttcd"])
+PUBLISHED = {row["method"]: row for x in published("mad") for row in x.table}
+TASKS = tuple(PUBLISHED["ipttcd"])[1:]  # after "method"
 TaskName = Annotated[str, Bound(f"one of {', '.join(TASKS)}", TASKS.__contains__)]
 Motif = tuple[int, ...]
 Piece = tuple[Motif, bool]  # tokens of a recall row, and whether the test asks for them
