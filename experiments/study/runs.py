@@ -142,8 +142,7 @@ def compute(
     command = [sys.executable, "-m", "experiments.launch", f"--gin={file}"]
     command += [f"--param={text}" for text in params]
     command += [f"--import={name}" for name in IMPORTED_MODULES]
-    status = subprocess.run([*command, f"--run_dir={folder}"], check=False).returncode
-    if status:
+    if status := subprocess.run([*command, f"--run_dir={folder}"], check=False).returncode:
         raise UserError(f"{folder.name} stopped with status {status}: {' '.join(command)}")
     run, data = load_run(folder), directory.read_part("data")
     for task, text in missing:
@@ -197,11 +196,7 @@ def _sections(task: Task, text: str, measured: Measured, output: Path) -> list[S
     assert issubclass(kind, DocumentTask)
     base, by_key = next(iter(measured)), operator.attrgetter(kind.key)
     shown = {x.removesuffix(f", {MEMORY_ON}"): y for x, y in united.items() if MEMORY_OFF not in x}
-    pairs = {
-        name: (records, _of_seeds(measured[base], measured[name]))
-        for name, records in shown.items()
-        if name != base
-    }
+    pairs = {x: (y, _of_seeds(measured[base], measured[x])) for x, y in shown.items() if x != base}
     means, _ = by_document.means_of(united, by_key)
     table = _rows({label: (x, kind.shown(y)) for label, (x, y) in means.items()})
     found = [Section(f"{title}: {kind.value}", table, _pictures(kind, shown, output))]

@@ -96,10 +96,9 @@ class Variant(NamedTuple):
             if not jax.config.jax_enable_x64:
                 raise UserError("float64 is off in JAX: set JAX_ENABLE_X64=1, or take float32")
             precision = precision.replace(state="float64")
-        return config.replace(
-            attention_implementation=self.attention or config.attention_implementation,
-            precision=precision.replace(compute=self.compute or precision.compute),
-        )
+        precision = precision.replace(compute=self.compute or precision.compute)
+        attention = self.attention or config.attention_implementation
+        return config.replace(attention_implementation=attention, precision=precision)
 
 
 class Computed:
@@ -126,23 +125,14 @@ class Computed:
             hidden = jnp.concatenate([h[:, : counts[0]] for counts, h, _ in pieces], axis=1)
         if len(broken := np.argwhere(~np.asarray(jnp.isfinite(hidden).all(-1)))):
             row, position = broken[0]
-            raise NonFiniteError(
-                f"{self.variant} in {self.dtype}: the hidden state of row {row}, position "
-                f"{position} is not finite; try a wider precision"
-            )
+            place = f"row {row}, position {position} is not finite; try a wider precision"
+            raise NonFiniteError(f"{self.variant} in {self.dtype}: the hidden state of {place}")
         return hidden
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(graph: nnx.GraphDef, params: nnx.GraphState, tokens: jax.Array) -> jax.Array:
-    return nnx.merge(graph, params).forward(tokens)[0]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _outputs(graph: nnx.GraphDef, params: nnx.GraphState, h: jax.Array, e: jax.Array) -> jax.Array:
-    return nnx.merge(graph, params)(h, embeddings=e)
-
-
+_jitted = functools.partial(jax.jit, static_argnums=0)
+_forward = _jitted(lambda graph, params, tokens: nnx.merge(graph, params).forward(tokens)[0])
+_outputs = _jitted(lambda graph, params, h, e: nnx.merge(graph, params)(h, embeddings=e))
 type Pair = tuple[Computed, Computed]  # reference, candidate
 
 

@@ -136,10 +136,6 @@ class Record(Job):
     seconds: float
     runs: tuple[Run, ...]
 
-    @property
-    def device(self) -> str:
-        return self.environment["device"]
-
 
 def record_path(sweep: Path, job: Job) -> Path:
     return sweep / "records" / f"{job.name}.json"
@@ -195,10 +191,8 @@ def mean(found: Sequence[Score]) -> Score:
         return Score({}, np.empty((0, 2)))
     names = [name for name in found[0].means if all(name in x.means for x in found)]
     length = min(len(x.curve) for x in found)
-    return Score(
-        {name: np.mean([x.means[name] for x in found], axis=0) for name in names},
-        np.mean([x.curve[:length] for x in found], axis=0),
-    )
+    means = {name: np.mean([x.means[name] for x in found], axis=0) for name in names}
+    return Score(means, np.mean([x.curve[:length] for x in found], axis=0))
 
 
 def best_run(record: Record) -> Score | None:
@@ -224,11 +218,9 @@ def best_text(record: Record) -> str:
 def scores(records: Sequence[Record]) -> dict[tuple[str, str], Score]:
     """By task and method, the mean of the best runs over the settings that have one: the footnotes
     report how many runs failed."""
-    found = {}
-    for pair in itertools.product(TASKS, MAD_METHODS):
-        if chosen := [x for x in records if (x.task, x.method) == pair]:
-            found[pair] = mean([best for best in map(best_run, chosen) if best])
-    return found
+    pairs = itertools.product(TASKS, MAD_METHODS)
+    found = {pair: [x for x in records if (x.task, x.method) == pair] for pair in pairs}
+    return {pair: mean([*filter(None, map(best_run, x))]) for pair, x in found.items() if x}
 
 
 def sweep_section(sweep: Path, picture: Path) -> Section:
@@ -297,6 +289,7 @@ def footnotes(records: Sequence[Record]) -> list[str]:
                 f"{_span(chosen, 'num_test')} test rows"
             )
             budgets.setdefault(text, []).append(task)
+    devices = ", ".join(sorted({str(x.environment["device"]) for x in records}))
     return [
         "cells: macro / micro accuracy on the test rows (published macro accuracy; all settings, "
         "200 epochs, 3 rates, 2 decays); means in brackets are ours, of the scores in brackets",
@@ -308,8 +301,7 @@ def footnotes(records: Sequence[Record]) -> list[str]:
         f"schedule {_values(records, 'recipe.schedule')}, score of the last epoch "
         "(published code: constant, of the lowest test loss, stops at accuracy 0.999)",
         f"initial standard deviation {_values(records, 'model.init_std')} (published: 0.02)",
-        f"computed in {_values(records, 'model.precision.compute')} on "
-        f"{_values(records, 'device')}",
+        f"computed in {_values(records, 'model.precision.compute')} on {devices}",
     ]
 
 

@@ -200,10 +200,10 @@ def instances(config: MADConfig, *, seed: int, num_train: int, num_test: int) ->
     draws = Draws(seed, np.random.default_rng(seed), np.random.RandomState(seed))
     draw, splits = _TASKS[config.task][0], []
     for num_rows, is_training in ((num_train, True), (num_test, False)):
-        splits.append(Rows(*np.empty((2, num_rows, config.num_positions), np.int32)))
+        rows = np.empty((2, num_rows, config.num_positions), np.int32)
         for row in range(num_rows):
-            inputs, targets = draw(config, draws, is_training)
-            splits[-1].inputs[row], splits[-1].targets[row] = inputs, targets
+            rows[:, row] = draw(config, draws, is_training)
+        splits.append(Rows(*rows))
     return splits
 
 
