@@ -185,9 +185,9 @@ class Config:
 
     @classmethod
     def from_dict(cls, source: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`; a `type` is needed where a field can hold several. A missing key
-        has its default, as in a file older than the field; unknown keys, and missing ones without a
-        default, are a `UserError`."""
+        """The inverse of `to_dict`; a `type` is needed where a field can hold several. A missing
+        key has its default, as in a file older than the field; unknown keys, and missing ones
+        without a default, are a `UserError`."""
         if not isinstance(source, dict):
             raise UserError(f"{cls.__name__} is a {type(source).__name__}, not an object of fields")
         hints = typing.get_type_hints(cls)

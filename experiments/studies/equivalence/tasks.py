@@ -208,8 +208,7 @@ class Equivalence(Task[Arrays, Cell]):
         """Raises `UserError` for variants that are the same in this run."""
         texts = self.reference, self.candidate
         first, second = (Computed(Variant.parse(text), model) for text in texts)
-        sizes = first.variant.piece_size, second.variant.piece_size
-        if first.config == second.config and sizes[0] == sizes[1]:
+        if (first.config, first.variant.piece_size) == (second.config, second.variant.piece_size):
             raise UserError(f"reference and candidate are the same variant, {second.variant}")
         return first, second
 

@@ -262,8 +262,7 @@ def mad_problem(task: MADConfig, config: TransformerConfig) -> Problem:
         return summed_loss(model_with(params)(batch["tokens"]), batch["targets"])
 
     def measure(params: dict[str, Any], batch: Batch) -> Metrics:
-        tokens, targets = batch["tokens"], batch["targets"]
-        model = model_with(params)
+        tokens, targets, model = batch["tokens"], batch["targets"], model_with(params)
         hidden, stats = model.forward(tokens)
         metrics = batch_scores(model.logits(hidden), targets)
         if stats is not None:
