@@ -29,17 +29,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from ttcd_kernels import measure
 
-from experiments.studies.mad import records
+from experiments.studies.mad import records, tasks
 from experiments.studies.mad.records import Job, MADMethod, Measures, Point, RecipeConfig, Run
-from experiments.studies.mad.tasks import (
-    IGNORE,
-    TASKS,
-    MADConfig,
-    Rows,
-    TaskName,
-    instances,
-    settings,
-)
+from experiments.studies.mad.tasks import IGNORE, TASKS, MADConfig, Rows, TaskName
 from ttcd_jax.axes import param
 from ttcd_jax.config import DISTINCT, Bound, Config, NonNegativeFloat, Positive, PositiveFloat
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
@@ -104,7 +96,7 @@ def hyper(config: MADSweepConfig) -> Hyper:
 def jobs(config: MADSweepConfig) -> list[Job]:
     """All jobs by setting; the methods of a setting are adjacent, since they share the rows."""
     stop = None if config.settings == "all" else 1
-    chosen = [setting for task in config.tasks for setting in settings(task)[:stop]]
+    chosen = [setting for task in config.tasks for setting in tasks.settings(task)[:stop]]
     fields: dict[str, Any] = {"init_std": config.init_std, "precision": config.precision}
     fields["corrects_errors"] = config.corrects_errors
     found = []
@@ -133,7 +125,7 @@ def train_jobs(config: MADSweepConfig, folder: Path) -> None:
     every_job = jobs(config)
     pending = [job for job in every_job if not records.record_path(folder, job).exists()]
     print(f"{folder}: {len(every_job) - len(pending)} of {len(every_job)} recorded", flush=True)
-    rows = functools.lru_cache(maxsize=1)(instances)
+    rows = functools.lru_cache(maxsize=1)(tasks.instances)
     # Steps times positions per row, proportional to tokens: all jobs share the batch size.
     work = [*itertools.accumulate(job.steps * job.data.num_positions for job in pending)]
     progress = Progress(sys.stdout, work[-1] if work else 0, start=0)
@@ -262,8 +254,7 @@ def mad_problem(task: MADConfig, config: TransformerConfig) -> Problem:
         return summed_loss(model_with(params)(batch["tokens"]), batch["targets"])
 
     def measure(params: dict[str, Any], batch: Batch) -> Metrics:
-        tokens, targets = batch["tokens"], batch["targets"]
-        model = model_with(params)
+        tokens, targets, model = batch["tokens"], batch["targets"], model_with(params)
         hidden, stats = model.forward(tokens)
         metrics = batch_scores(model.logits(hidden), targets)
         if stats is not None:
@@ -366,9 +357,6 @@ def programs(config: RecipeConfig, problem: Problem, mesh: Mesh) -> tuple[Any, A
         state = state_of(_optimizer(lambda _: 0.0, 0.0), params)
         return RunState(state, failed_at=state["step"] - 1, loss=jnp.full((), jnp.nan, jnp.float32))
 
-    def loss_sum(params: Any, batch: Batch, _: Any) -> tuple[jax.Array, Metrics]:
-        return problem.loss_sum(params, batch), {}
-
     def train(
         run: RunState, hyper: Hyper, rows: Rows, test_rows: Rows, first: jax.Array, stop: jax.Array
     ) -> tuple[RunState, Metrics]:
@@ -380,7 +368,7 @@ def programs(config: RecipeConfig, problem: Problem, mesh: Mesh) -> tuple[Any, A
             epoch = jnp.asarray(step) // config.steps_per_epoch(num_rows)
             return rate_of_epoch(config, first_rate, epoch, config.num_epochs(num_rows))
 
-        gradients = jax.value_and_grad(loss_sum, has_aux=True)
+        gradients = jax.value_and_grad(lambda x, y, _: (problem.loss_sum(x, y), {}), has_aux=True)
         step = step_with(gradients, _optimizer(rate, decay), rate)
 
         def one_step(run: RunState, index: jax.Array) -> tuple[RunState, jax.Array]:
@@ -398,11 +386,8 @@ def programs(config: RecipeConfig, problem: Problem, mesh: Mesh) -> tuple[Any, A
             return new._replace(loss=loss)
 
         run = jax.lax.fori_loop(first, stop, epoch_of, run)
-        test_batches = _batches(config, jnp.arange(len(test_rows.inputs)))
-        measures = jax.lax.map(
-            lambda index: problem.measure(run.train["params"], take_rows(test_rows, index)),
-            test_batches,
-        )
+        batches, params = _batches(config, jnp.arange(len(test_rows.inputs))), run.train["params"]
+        measures = jax.lax.map(lambda x: problem.measure(params, take_rows(test_rows, x)), batches)
         return run, jax.tree.map(lambda x: x.mean(0), measures)
 
     return of_all(init, runs), of_all(train, runs, runs, *[whole] * 4, donated=(0,))
@@ -449,9 +434,9 @@ def _run(hyper: Hyper, evaluations: Sequence[Any], index: int) -> Run:
             losses = {name: x if np.isfinite(x) else None for name, x in losses.items()}
             accuracy = measures["macro_accuracy"]
             curve.append(Point(epoch=epoch, macro_accuracy=accuracy, **losses))
+    own: dict[str, Any] = {name: x[index].item() for name, x in hyper._asdict().items()}
+    own["curve"] = tuple(curve)
+    if failed_at >= 0:
+        return Run(**own, failed_at=failed_at, metrics=None)
     finite = {name: x for name, x in measures.items() if np.isfinite(x).all()}
-    rate, decay, seed = (x[index].item() for x in hyper)
-    own: Any = {"rate": rate, "weight_decay": decay, "seed": seed, "curve": tuple(curve)}
-    if failed_at < 0:
-        return Run(**own, failed_at=None, metrics=Measures(**finite))
-    return Run(**own, failed_at=failed_at, metrics=None)
+    return Run(**own, failed_at=None, metrics=Measures(**finite))
