@@ -113,8 +113,6 @@ class WeightedConfig(configs.Config):
     stages: tuple[tuple[configs.NonNegative, tuple[configs.NonNegativeFloat, ...]], ...] = ()
     seq_len: Annotated[int, configs.AtLeast(2)]
 
-    rows_are_documents: ClassVar[bool] = False
-
     def check_weights(self, parts: str, num_parts: int) -> None:
         """Raises `UserError` for weights that are not one per part, and stages out of order."""
         name, starts = type(self).__name__, [start for start, _ in self.stages]
@@ -230,8 +228,6 @@ class TextConfig(configs.Config):
     packing: Packing = "concatenate"
     seq_len: Annotated[int, configs.AtLeast(2)]
 
-    rows_are_documents: ClassVar[bool] = False
-
     @property
     def vocab_size(self) -> int:
         return build_tokenizer(self.tokenizer).vocab_size
@@ -315,7 +311,6 @@ class BatchesConfig(configs.Config):
     seq_len: Annotated[int, configs.AtLeast(2)]
 
     vocab_size: ClassVar[int] = 0  # tokens are checked batch by batch
-    rows_are_documents: ClassVar[bool] = True
 
 
 DataConfig = TextConfig | RecordsConfig | MixtureConfig | RecallConfig | BatchesConfig
@@ -323,10 +318,8 @@ DataConfig = TextConfig | RecordsConfig | MixtureConfig | RecallConfig | Batches
 
 def text_data(data: dict[str, Any]) -> TextConfig | RecordsConfig | MixtureConfig | None:
     """The data configuration of a run as an object, if it is text."""
-    for config in (TextConfig, RecordsConfig, MixtureConfig):
-        if config.__name__ == data["type"]:
-            return config.from_dict(data)
-    return None
+    kinds = (x for x in (TextConfig, RecordsConfig, MixtureConfig) if x.__name__ == data["type"])
+    return next((kind.from_dict(data) for kind in kinds), None)
 
 
 def row_length(data: dict[str, Any]) -> int:
