@@ -180,17 +180,18 @@ def test_the_default_text_is_held_out_by_the_run(subject, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(train_tokenizer(lines, 300))
     config = tokenizer_of(path)
+    tokenizer = build_tokenizer(config)
     data = TextConfig(
         corpus=CorpusConfig(kind="text", path=str(tmp_path)),
         tokenizer=config,
         seq_len=32,
     )
     model = _model("ipttcd", vocab_size=300)
-    subject = Subject(model, build_tokenizer(config), data.to_dict(), tmp_path)
+    subject = Subject(model, tokenizer, data.to_dict(), tmp_path)
     rows = Position(max_rows=3).rows(subject)
-    expected = [subject.tokenizer.encode(text)[:32] for text in lines[:3]]
+    expected = [tokenizer.encode(text)[:32] for text in lines[:3]]
     assert all(map(np.array_equal, rows.documents, expected))
-    assert subject.tokenizer.bos_id not in np.concatenate(rows.documents)
+    assert tokenizer.bos_id not in np.concatenate(rows.documents)
     block = FinalBlock(contexts=(4, 8), final_block=4, seq_len=12)
     ends = [tokenizer.encode(text)[-12:] for text in lines[:4]]
     assert all(map(np.array_equal, block.rows(subject).documents, ends))
