@@ -14,7 +14,7 @@ from flax import nnx
 from small_models import byte_model
 
 from ttcd_jax.data.records import sealed
-from ttcd_jax.data.tokenizer import JsonTokenizer, train_tokenizer
+from ttcd_jax.data.tokenizer import build_tokenizer, tokenizer_of, train_tokenizer
 from ttcd_jax.interop.reference_config import export_reference
 from ttcd_jax.interop.weight_files import SINGLE, open_weights, write_safetensors
 from ttcd_jax.methods.ipttcd import MemoryConfig
@@ -116,11 +116,11 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
 
 def test_a_tokenizer_is_copied_and_a_text_of_other_tokens_refused(checkpoint, text, tmp_path):
     shutil.copytree(checkpoint, folder := tmp_path / "in")
-    tokenizer = json.loads(train_tokenizer([b"the dog"], MODEL.vocab_size))
+    tokenizer = json.loads(train_tokenizer(["the dog"], MODEL.vocab_size))
     pad = {"id": MODEL.vocab_size, "content": "<pad>"}
     tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | pad)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    expected = JsonTokenizer(str(folder / "tokenizer.json")).encode("the dog")
+    expected = build_tokenizer(tokenizer_of(folder / "tokenizer.json")).encode("the dog")
     found = commands.output(*IMPORT, folder, tmp_path / "run")
     assert f"the model {MODEL.vocab_size}: a text with one of the others is refused" in found
     (folder / "tokenizer.json").unlink()
