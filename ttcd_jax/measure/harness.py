@@ -22,7 +22,6 @@ os.environ.setdefault("DISABLE_MULTIPROC", "1")  # JAX has threads: no forks for
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 import datasets
-import jinja2
 import lm_eval.evaluator
 import lm_eval.tasks
 import numpy as np
@@ -320,11 +319,8 @@ def measure(items: Items, scorer: Scorer) -> Any:
     for task in tasks.values():
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     options: Any = {"limit": items.limit, "bootstrap_iters": _RESAMPLES, "log_samples": False}
-    try:
-        with Refusals(f"cannot measure {', '.join(tasks)}"):
-            return evaluate(ScorerLM(scorer), items.loaded, **options)
-    except jinja2.TemplateError as error:
-        raise DataError(f"a row does not fit the prompt of its task ({error})") from error
+    with Refusals(f"cannot measure {', '.join(tasks)}"):
+        return evaluate(ScorerLM(scorer), items.loaded, **options)
 
 
 # By (dataset_path, dataset_name): the files of a data set are `<stem>.jsonl` for the split that is
