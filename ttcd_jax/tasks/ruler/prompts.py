@@ -178,7 +178,7 @@ class Cell:
 
     def largest(self, make: Make, step: int, *, extra: int = 0, probe: int | None = None) -> int:
         """The largest size whose text and `extra` tokens fit, by bisection from `step` (if none
-        fits) up to a multiple of what the tokens of a text of size `probe` promise."""
+        fits) up to 3 times what a text of size `step` promises, or twice what one of `probe`."""
         per_unit = (self._num_tokens(make(probe or step)) - self.num_new) / (probe or step)
         high = int(self.length // per_unit) * 2 if probe else int((self.length / per_unit) * 3)
         low, high, best = step, max(high, 2 * step), step
