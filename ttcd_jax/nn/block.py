@@ -86,9 +86,8 @@ class Configured(nnx.Module):
 
     config_class: ClassVar[type[Config]] = Config
 
-    def __new__(cls, *args: Any, **keywords: Any) -> Any:
+    def __new__(cls, config: Any = None, *, rngs: Any = None) -> Any:
         """Raises `UserError` for another configuration, and for rngs that are not `nnx.Rngs`."""
-        config, rngs = args[0] if args else keywords.get("config"), keywords.get("rngs")
         if not isinstance(config, cls.config_class):
             got, wanted = type(config).__name__, cls.config_class.__name__
             raise UserError(f"{cls.__name__} is built from a {wanted}, not from a {got}")
@@ -126,9 +125,6 @@ class Sublayer(Configured):
         super().__init_subclass__(**keywords)
         if config is not None:
             config.layer, cls.config_class = cls, config
-
-    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
-        raise AssertionError(f"{type(self).__name__} defines its own parameters")
 
     def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, Report]:
         """(output, the report of the layer's memory)."""
