@@ -86,8 +86,9 @@ class Configured(nnx.Module):
 
     config_class: ClassVar[type[Config]] = Config
 
-    def __new__(cls, config: Any = None, *, rngs: Any = None) -> Any:
+    def __new__(cls, *args: Any, **keywords: Any) -> Any:
         """Raises `UserError` for another configuration, and for rngs that are not `nnx.Rngs`."""
+        config, rngs = args[0] if args else keywords.get("config"), keywords.get("rngs")
         if not isinstance(config, cls.config_class):
             got, wanted = type(config).__name__, cls.config_class.__name__
             raise UserError(f"{cls.__name__} is built from a {wanted}, not from a {got}")
