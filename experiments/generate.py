@@ -146,6 +146,11 @@ def _state(model: "InferenceModel", num_rows: int) -> "InferenceState | None":
         length = FLAGS.max_length
         return length and start_state(model, num_rows, max_length=length)
     state = load_state(FLAGS.load_state, model)
+    if len(state.position) != num_rows:
+        raise UserError(
+            f"--load_state={FLAGS.load_state} has {len(state.position)} rows, and there "
+            f"are {num_rows} prompts: pass one for each row"
+        )
     _say(f"{FLAGS.load_state}: {_tokens_read(state)}")
     return state
 

@@ -90,7 +90,7 @@ def test_a_kept_state_is_asked_by_file_and_from_standard_input(run, place, first
     assert run(*base, "--seed=3", prompts=["question"])[0] != expected
     line = ("generate", f"--run_dir={place / 'run'}", base[0], "--prompt_file=-")
     question = f"--prompt_file={place / 'question.txt'}"
-    assert "2 requests for a state of 1 rows" in commands.refused(*line, question, input="Who")
+    assert "has 1 rows, and there are 2 prompts" in commands.refused(*line, question, input="Who")
 
 
 def test_the_commands_of_the_page_run(place, tmp_path):
