@@ -75,8 +75,6 @@ def _import(name: str, run_dir: Path) -> None:
 
     is_theirs = FLAGS.format == "huggingface"
     source = model_folder(name) if is_theirs else Path(name)
-    if not source.exists():
-        raise DataError(f"no checkpoint file or folder at {source}")
     params, config, metadata = (open_hugging_face if is_theirs else open_reference)(source)
     tokenizer = _tokenizer(source if source.is_dir() else source.parent, config.vocab_size)
     length = json.loads(metadata["config_json"]).get("max_position_embeddings")

@@ -85,7 +85,7 @@ EXPORTED = ("ipttcd", "ipttt", "swa", "full")
 )
 def test_what_transformers_cannot_express_is_refused(method, changes, words):
     config = config_of(method, precision=Precision(), **changes)
-    refused(words, interop.export_hugging_face, params_of(config), config, length=8)
+    refused(words, interop.export_hugging_face, params_of(config), config)
 
 
 @pytest.mark.parametrize(

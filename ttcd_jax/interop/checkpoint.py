@@ -137,7 +137,7 @@ def open_checkpoint(path: Path, form: Format) -> ImportedModel:
     """
     folder = path if path.is_dir() else path.parent
     config_file = folder / CONFIG
-    source, weights = read_json(config_file), _plainly_named(open_weights(path))
+    weights, source = _plainly_named(open_weights(path)), read_json(config_file)
     own = source.get("model")
     counts = source.get("num_hidden_layers"), isinstance(own, dict) and own.get("num_layers")
     for layers in counts:

@@ -15,15 +15,12 @@ from ttcd_kernels.decode import api as decode
 from ttcd_kernels.dual_window.api import Implementation
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.nn.row import Piece, scatter
+from ttcd_jax.nn.row import Piece, after_tail, scatter
 from ttcd_jax.sharding import rules, sequence
 
 # The widest first; None: full attention.
 Windows = tuple[int | None] | tuple[int | None, int]
 Outputs = tuple[Float[Array, "B T N H"], ...]
-
-_QUERIES = ("batch", "length", "heads")
-_KEYS = ("batch", "length", "kv_heads")
 
 
 def attend(
@@ -58,8 +55,9 @@ def attend(
             q, k, v, teacher_window=teacher, student_window=student, **options
         )
 
-    names = (_QUERIES, _KEYS, _KEYS, ("batch", "length"))
-    return rules.sharded(on_shard, names, (_QUERIES,) * len(windows))(q, k, v, segment_ids)
+    queries, keys = (("batch", "length", heads) for heads in ("heads", "kv_heads"))
+    names = (queries, keys, keys, ("batch", "length"))
+    return rules.sharded(on_shard, names, (queries,) * len(windows))(q, k, v, segment_ids)
 
 
 class KVCache(NamedTuple):
@@ -93,11 +91,10 @@ def attend_cached(
         return _one_token(q, piece, cache, windows, implementation), cache
     piece.cut.check("window", windows[0])
     ids, keys, values = None, k, v
-    if piece.halo:
-        keys, values = (
-            jnp.concatenate([_newest(x, piece), new], axis=1)
-            for x, new in zip(cache, (k, v), strict=True)
-        )
+    if piece.halo:  # the positions before the piece, in order
+        slots = (piece.start[:, None] + jnp.arange(-piece.halo, 0)) % cache.keys.shape[1]
+        halo = jax.vmap(lambda row, slots: jax.tree.map(lambda x: x[slots], row))(cache, slots)
+        keys, values = after_tail(halo, KVCache(k, v))
     if piece.has_gap:
         # Slots that were never written are one more document.
         positions = piece.start[:, None] + jnp.arange(-piece.halo, k.shape[1])
@@ -122,12 +119,6 @@ def _one_token(
         implementation=chosen,
     )
     return (teacher[:, None], student[:, None])[: len(windows)]
-
-
-def _newest(x: Float[Array, "B W K H"], piece: Piece) -> Float[Array, "B S K H"]:
-    """The `halo` positions before the piece, in order."""
-    slots = (piece.start[:, None] + jnp.arange(-piece.halo, 0)) % x.shape[1]
-    return jax.vmap(lambda row, slots: row[slots])(x, slots)
 
 
 def _appended(cache: KVCache, k: jax.Array, v: jax.Array, piece: Piece) -> KVCache:
