@@ -135,14 +135,13 @@ def in_process(program: Sequence[str], job: Any, seconds: float) -> Row:
     gives no result in so many seconds."""
     command = [sys.executable, *program, "--job", *job]
     env = os.environ | {"JAX_TRACEBACK_FILTERING": "off"}  # the last line is the error's
+    options: Any = {"capture_output": True, "text": True, "check": True}
     try:
-        process = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, env=env, check=False
-        )
+        process = subprocess.run(command, timeout=seconds, env=env, **options)
+        return json.loads(process.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return job._asdict() | {"note": f"{_LOST}after {seconds:g} seconds"}
-    if process.returncode:
-        lines = process.stderr.strip().splitlines() or [""]
-        why = f"(exit status {process.returncode}): {lines[-1][:120]}"
-        return job._asdict() | {"note": f"{_LOST}{why}"}
-    return json.loads(process.stdout.splitlines()[-1])
+        why = f"after {seconds:g} seconds"
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or [""]
+        why = f"(exit status {error.returncode}): {lines[-1][:120]}"
+    return job._asdict() | {"note": f"{_LOST}{why}"}

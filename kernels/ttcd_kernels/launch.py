@@ -88,10 +88,8 @@ def unsupported(dtypes: Sequence[str], head_dims: Iterable[int], **arrays: Opera
         return f"head dim {head_dim} is not one of {', '.join(map(str, head_dims))}"
     found = [x.dtype.name for x in arrays.values()]
     if len(set(found)) != 1 or found[0] not in dtypes:
-        names = ", ".join(arrays)
-        return (
-            f"{names} are {', '.join(found)}: they must be of one dtype out of {', '.join(dtypes)}"
-        )
+        names, got, known = map(", ".join, (arrays, found, dtypes))
+        return f"{names} are {got}: they must be of one dtype out of {known}"
     return unavailable(*arrays.values())
 
 

@@ -6,7 +6,6 @@ import importlib.metadata
 import math
 import os
 import platform
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -38,8 +37,7 @@ def median_seconds[Name: Hashable](
         first = _seconds(program, 1)  # also the warm-up
         calls[name] = min(max(math.ceil(_MIN_SAMPLE_SECONDS / first), 1), _MAX_CALLS)
     rows = [[_seconds(programs[name], n) for name, n in calls.items()] for _ in range(rounds)]
-    times = zip(*rows, strict=True)
-    return {name: statistics.median(x) for name, x in zip(programs, times, strict=True)}
+    return dict(zip(programs, np.median(rows, 0).tolist(), strict=True))
 
 
 def _seconds(program: Callable[[], Any], calls: int) -> float:

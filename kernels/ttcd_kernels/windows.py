@@ -29,9 +29,7 @@ class Windows(NamedTuple):
 
     def within(self, num_keys: int) -> "Windows":
         """The windows, no longer than the keys."""
-        return self._replace(
-            teacher=min(self.teacher, num_keys), student=min(self.student, num_keys)
-        )
+        return Windows(min(self.teacher, num_keys), min(self.student, num_keys), self.scale)
 
 
 def checked(
