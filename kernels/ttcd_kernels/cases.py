@@ -16,7 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ttcd_kernels import launch, measure, verified
+import jax
+
+from ttcd_kernels import measure, verified
 from ttcd_kernels.decode import bench as decode
 from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.measure import FAILED, Row
@@ -30,9 +32,8 @@ def parser_of(
     command: str, about: str, ops: Sequence[str] = tuple(OPS), shapes: str | None = None
 ) -> ArgumentParser:
     """The options that commands share; `ops` and `shapes` are their defaults."""
-    parser = ArgumentParser(
-        prog=f"python -m ttcd_kernels.{command}", description=about, allow_abbrev=False
-    )
+    program = f"python -m ttcd_kernels.{command}"
+    parser = ArgumentParser(program, description=about, allow_abbrev=False)
     parser.add_argument("--op", choices=OPS, nargs="+", default=[*ops], help="kernels of these ops")
     parser.add_argument("--json", type=Path, help="file for the report, written as it grows")
     if shapes is not None:
@@ -43,7 +44,8 @@ def parser_of(
 
 
 def parsed(parser: ArgumentParser, arguments: list[str] | None) -> Namespace:
-    """The options, where JAX finds a device; processes that a command starts share a GPU."""
+    """The options; processes that a command starts share a GPU. Ends the command where JAX finds no
+    device, or refuses its variables."""
     options = parser.parse_args(arguments)
     if "shapes" in options:
         known = [case.name for op in options.op for case in OPS[op].SHAPES[options.shapes]]
@@ -54,7 +56,12 @@ def parsed(parser: ArgumentParser, arguments: list[str] | None) -> Namespace:
         parser.error(f"--json: no folder {options.json.parent}; create it first")
     if "job" in options:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    launch.check_devices()
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError, ValueError) as error:
+        chosen, cause = os.environ.get("JAX_PLATFORMS"), str(error) or "no such device"
+        print(f"error: JAX_PLATFORMS={chosen}: {cause.splitlines()[0]}: unset it", file=sys.stderr)
+        raise SystemExit(2) from None
     return options
 
 

@@ -2,9 +2,7 @@
 
 import contextlib
 import importlib.util
-import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -28,16 +26,6 @@ def compiling_for(capability: int) -> Iterator[None]:
         yield
     finally:
         _CAPABILITY.reset(token)
-
-
-def check_devices() -> None:
-    """Ends a command with one line where JAX finds no device, or refuses its variables."""
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError, ValueError) as error:
-        chosen, cause = os.environ.get("JAX_PLATFORMS"), str(error) or "no such device"
-        print(f"error: JAX_PLATFORMS={chosen}: {cause.splitlines()[0]}: unset it", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def capability(*arrays: Any) -> int | None:

@@ -24,8 +24,12 @@ def short_conv(
     tap that would reach another segment reads zero. Accumulated in float32 (float64 for float64),
     rounded once. The backward keeps x, not R shifted copies.
     """
-    before = len(taps) - 1 if is_causal else len(taps) // 2  # taps before that of the token itself
-    return cast(jax.Array, _convolve(before, x, taps, segment_ids))
+    return cast(jax.Array, _convolve(_before(taps, is_causal), x, taps, segment_ids))
+
+
+def _before(taps: jax.Array, is_causal: bool) -> int:
+    """The number of taps before that of the token itself."""
+    return len(taps) - 1 if is_causal else len(taps) // 2
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -108,7 +112,8 @@ def short_conv_residual(
             f"teacher_taps have shape {taps} and student_taps {other}: they must be equal; "
             "pad the shorter ones with zeros"
         )
-    convolve = functools.partial(short_conv, is_causal=is_causal, segment_ids=segment_ids)
-    target, student = convolve(z_teacher, teacher_taps), convolve(z_student, student_taps)
+    before = _before(teacher_taps, is_causal)
+    target = cast(jax.Array, _convolve(before, z_teacher, teacher_taps, segment_ids))
+    student = cast(jax.Array, _convolve(before, z_student, student_taps, segment_ids))
     key = l2_normalize(student, zero_slope) if normalizes_keys else student
     return target - student, target, key

@@ -113,8 +113,7 @@ class _QueryGradient(_Gradient, QueryBlock):
     ) -> jax.Array:
         """dq with one tile's part."""
         slot, own = self.slot(step), ("q_smem", f"d_out{band}_smem")
-        vector = functools.partial(self.spread, axis=0)
-        _, d_score = self.weights(band, slot, tile, own, lambda name: vector(vectors[name]))
+        _, d_score = self.weights(band, slot, tile, own, lambda x: self.spread(vectors[x], axis=0))
         self.arrive("v_free", slot)
         (dq,) = self.add_products((dq, d_score, self.tile("k", slot)))
         self.arrive("k_free", slot)
@@ -127,10 +126,6 @@ class _KeyGradients(_Gradient):
     query_axis = 1
     resident = ("k", "v")
     ring: ClassVar[dict[str, int]] = {"q": 2, "d_out": 2}  # with lse, with delta
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.num_steps = self.per_sweep * self.group
 
     def copy(self, name: str, step: jax.Array, buffer: Any, ready: Any) -> None:
         # The query heads one after the other, in each the near band, then the far one.

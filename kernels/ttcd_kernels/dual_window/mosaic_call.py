@@ -92,7 +92,7 @@ def _prepared(
     tile = getattr(MOSAIC_TILES[q.shape[-1]], kernel)
     block_q, block_kv = tile[:2]
     bands = [band for band in tiles.bands(windows.within(S)) if band[0] < band[1]]
-    static = Static(tuple(bands), S - T, windows.scale, tile, segment_ids is not None, interpret)
+    static = Static(tuple(bands), S - T, windows.scale, tile, interpret)
     rows = None if segment_ids is None else tiles.documents(segment_ids)
     operands = {"q": padded(q, block_q), "k": padded(k, block_kv), "v": padded(v, block_kv)}
     by_key = kernel == "backward_kv"

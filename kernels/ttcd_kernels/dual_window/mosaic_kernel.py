@@ -49,15 +49,9 @@ def dual_window_forward(static: Static, operands: dict[str, jax.Array]) -> list[
     for band in range(len(static.bands)):
         results[f"out{band}"] = jax.ShapeDtypeStruct(q.shape, q.dtype)
         results[f"lse{band}"] = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
-    return _Forward.launch(
-        "dual_window_forward",
-        static,
-        operands,
-        results,
-        out_smem=matrices(q.dtype, *own, H),
-        lse_smem=plgpu.SMEM(own, jnp.float32),
-        turn=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
-    )
+    buffers = {"out_smem": matrices(q.dtype, *own, H), "lse_smem": plgpu.SMEM(own, jnp.float32)}
+    buffers["turn"] = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS)
+    return _Forward.launch("dual_window_forward", static, operands, results, **buffers)
 
 
 class _Forward(QueryBlock):
