@@ -2,8 +2,7 @@
 in a process of its own.
 
 A job of such a process is a NamedTuple of texts; its row has the fields of the job and what was
-measured. A command that was interrupted goes on from its file: the row of a job that is there is
-not computed again, that of one which was lost with its process if the command wants it.
+measured. A command that was interrupted goes on from its file.
 """
 
 import concurrent.futures

@@ -83,9 +83,6 @@ def directions(op: Any, case: Any) -> dict[str, Callable[..., Any]]:
     """By name what makes a function of all operands from one of q, k and v: `forward` and, where
     the operands include cotangents, `fwd + bwd`: the results, and the gradients of q, k and v."""
 
-    def forward(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda q, k, v, *_: function(q, k, v)
-
     def gradient(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(q: jax.Array, k: jax.Array, v: jax.Array, *cotangents: jax.Array) -> Any:
             results, pull = jax.vjp(function, q, k, v)
@@ -93,8 +90,9 @@ def directions(op: Any, case: Any) -> dict[str, Callable[..., Any]]:
 
         return run
 
+    forward = {"forward": lambda function: lambda q, k, v, *_: function(q, k, v)}
     has_cotangents = len(op.operand_shapes(case)) > 3
-    return {"forward": forward} | ({"fwd + bwd": gradient} if has_cotangents else {})
+    return forward | ({"fwd + bwd": gradient} if has_cotangents else {})
 
 
 class Work(NamedTuple):

@@ -1,6 +1,7 @@
 """Decode attention by the Triton kernels: launches, vmap, meshes, support."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,16 +42,12 @@ def _launch(windows: Windows, tile: Tile, q: jax.Array, *cache: jax.Array) -> Re
     B, N, H = q.shape
     slices = slices_for(tile, B * cache[0].shape[2], windows.teacher, windows.student)
     out, lse = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N), jnp.float32)
+    shares = launch_shares(windows, tile, q, *cache)
+    sizes = B, N, slices.near, slices.near + slices.far
+    options: Any = {"grid": (N, B, 1), "num_warps": 4, "num_stages": 2, "H": H}
+    options |= {"out_shape": [out, out, lse, lse], "BLOCK_X": _MERGED_AT_ONCE}
     teacher, student, teacher_lse, student_lse = launch.launch(
-        decode_merge,
-        *launch_shares(windows, tile, q, *cache),
-        *(B, N, slices.near, slices.near + slices.far),
-        out_shape=[out, out, lse, lse],
-        grid=(N, B, 1),
-        num_warps=4,
-        num_stages=2,
-        H=H,
-        BLOCK_X=_MERGED_AT_ONCE,
+        decode_merge, *shares, *sizes, **options
     )
     return teacher, student, teacher_lse, student_lse
 

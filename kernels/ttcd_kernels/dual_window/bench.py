@@ -94,8 +94,7 @@ def work(case: Case, direction: str) -> Work:
     window = case.windows.within(case.length).teacher
     pairs = window * case.length - window * (window - 1) // 2
     products = {"forward": 2, "fwd + bwd": 7}[direction]
-    shapes = operand_shapes(case)
-    wide, narrow = (shape.size * shape.dtype.itemsize for shape in shapes[:2])
+    wide, narrow = (x.size * x.dtype.itemsize for x in operand_shapes(case)[:2])
     moved = {"forward": 3 * wide + 2 * narrow, "fwd + bwd": 10 * wide + 6 * narrow}[direction]
     flops = products * 2 * pairs * case.batch * case.num_heads * case.head_dim
     return Work(flops, moved)

@@ -5,12 +5,6 @@ The algorithm is that of `triton_kernels.dual_window_backward_q` and `_kv`, with
 Where a tile's two products of queries and keys have started, P is computed while the second of them
 runs. The two compute warpgroups take no turns: each fills the other's gaps.
 
-*backward_q*: a block computes dq of one query tile of one head; key tiles are in the ring.
-
-*backward_kv*: a block computes dk and dv of one key tile of one kv head, summed over its query
-heads, both bands and their query tiles, which are in the ring. Products are transposed, [keys,
-queries].
-
 Arrays: q, d_out and dq [B, T, N, H], k, v, dk and dv [B, S, K, H], lse and delta [B, N, T] float32,
 filled with zeros to whole tiles; `tiles` and `ids` as in the forward, for backward_kv `by_key`.
 """
@@ -121,7 +115,8 @@ class _QueryGradient(_Gradient, QueryBlock):
 
 
 class _KeyGradients(_Gradient):
-    """A block of the kernel for dk and dv."""
+    """A block of dk and dv, for one key tile of one kv head: sums over its query heads, both bands
+    and their query tiles, which are in the ring. Products are transposed, [keys, queries]."""
 
     query_axis = 1
     resident = ("k", "v")
@@ -136,14 +131,11 @@ class _KeyGradients(_Gradient):
         vector = self.tile(with_it, self.slot(step))
 
         def copy_band(band: int) -> None:
-            if name == "d_out":
-                source = self.refs[f"d_out{band}"].at[self.batch, rows, head]
-                plgpu.copy_gmem_to_smem(source, buffer, ready)
+            matrix = self.refs["q" if name == "q" else f"d_out{band}"]
+            plgpu.copy_gmem_to_smem(matrix.at[self.batch, rows, head], buffer, ready)
             source = self.refs[f"{with_it}{band}"].at[self.batch, head, rows]
             plgpu.copy_gmem_to_smem(source, vector, ready)
 
-        if name == "q":
-            plgpu.copy_gmem_to_smem(self.refs["q"].at[self.batch, rows, head], buffer, ready)
         for band in range(len(self.static.bands)):
             copy = functools.partial(copy_band, band)
             pl.when(is_far if band else ~is_far)(copy) if len(self.static.bands) > 1 else copy()

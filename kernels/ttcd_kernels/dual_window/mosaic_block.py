@@ -37,8 +37,7 @@ class Static(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles of a band: every pair of the inner ones is visible; the others are masked, and visited
-    first."""
+    """Tiles of a band (`tiles.visits`); those that are masked are visited first."""
 
     start: jax.Array
     inner_start: jax.Array

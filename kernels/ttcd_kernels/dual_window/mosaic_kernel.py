@@ -1,10 +1,8 @@
 """Dual-window attention's forward for Hopper, in Pallas Mosaic GPU: wgmma products, TMA copies and
 specialised warpgroups.
 
-The algorithm is that of `triton_kernels.dual_window_forward`: key tiles update one softmax state,
-which after the near band (distance < w_S) is the student's result and after the far band (w_S <=
-distance < w_T) the teacher's. Tiles that the student's edge cuts are visited twice, once for each
-band. A block computes one query tile of one head.
+The algorithm is that of `triton_kernels.dual_window_forward`. Tiles that the student's edge cuts
+are visited twice, once for each band. A block computes one query tile of one head.
 
 Products and softmax overlap twice. A compute warpgroup starts the scores of a tile and the product
 of the tile before, P v, together, and is in the softmax of the former while the latter runs: its
