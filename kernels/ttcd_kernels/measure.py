@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 type Row = dict[str, Any]  # a table's row: values by column
+type Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]  # a function, its operands
 MILLISECOND, MIB, TERA = 1e-3, 2**20, 1e12
 FAILED = "failed: "  # the note of an implementation that refused, or is wrong
 

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int, Shaped
 Queries = Float[Array, "B T N H"]
 Keys = Float[Array, "B S K H"]
 Ids = Int[Array, "B S"]
-# Those of decode attention, besides q [B, N, H].
+# Those of decode attention.
+Query = Float[Array, "B N H"]
 Cache = Float[Array, "B W K H"]
 Position = Int[Array, " B"]
 # (teacher out, student out, teacher lse, student lse); in decode attention without the axis T

@@ -14,7 +14,7 @@ from ttcd_kernels import launch
 from ttcd_kernels.decode import triton_call, tuning
 from ttcd_kernels.decode.api import decode_attention
 from ttcd_kernels.decode.xla import visible_slots
-from ttcd_kernels.measure import Work
+from ttcd_kernels.measure import Program, Work
 from ttcd_kernels.windows import Windows
 
 PEERS = ("jax.nn",)  # name prefixes of foreign implementations, which may refuse a shape
@@ -95,9 +95,7 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
     return functions | {"jax.nn twice": twice}
 
 
-def alone(
-    case: Case, kernel: str, tile: tuning.Tile
-) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+def alone(case: Case, kernel: str, tile: tuning.Tile) -> Program:
     """The first kernel with a tile as a function, and its operands."""
     windows = Windows(case.teacher_window, case.student_window, case.head_dim**-0.5)
     run = functools.partial(triton_call.launch_shares, windows, tile)

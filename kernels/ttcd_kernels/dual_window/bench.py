@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import mosaic_call, triton_call, tuning
 from ttcd_kernels.dual_window.api import Implementation, dual_window_attention, window_attention
-from ttcd_kernels.measure import Work
+from ttcd_kernels.measure import Program, Work
 from ttcd_kernels.windows import Windows
 
 PEERS = ("cudnn", "tokamax")  # name prefixes of foreign implementations, which may refuse a shape
@@ -100,9 +100,7 @@ def work(case: Case, direction: str) -> Work:
     return Work(flops, moved)
 
 
-def alone(
-    case: Case, kernel: str, tile: tuning.Tile
-) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+def alone(case: Case, kernel: str, tile: tuning.Tile) -> Program:
     """One kernel with a tile as a function, and its operands: of a case without documents."""
     q, k, v, *_ = operand_shapes(case)
     row = jax.ShapeDtypeStruct((2, case.batch, case.num_heads, case.length), jnp.float32)

@@ -98,12 +98,7 @@ class _QueryGradient(_Gradient, QueryBlock):
         self.write(q=dq * self.static.scale)
 
     def _add(
-        self,
-        band: int,
-        vectors: dict[str, jax.Array],
-        dq: jax.Array,
-        step: jax.Array,
-        tile: jax.Array | None,
+        self, band: int, vectors: _Arrays, dq: jax.Array, step: jax.Array, tile: jax.Array | None
     ) -> jax.Array:
         """dq with one tile's part."""
         slot, own = self.slot(step), ("q_smem", f"d_out{band}_smem")

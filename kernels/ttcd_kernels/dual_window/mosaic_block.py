@@ -230,11 +230,9 @@ class Block(abc.ABC):
         """Which pairs of this warpgroup's rows and a tile of the ring are visible."""
         first = [self.first_row, tile * self.shape[1]]
         first[self.query_axis] += self.static.halo
-        rows, columns = (
-            plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=plgpu.Layout.WGMMA)
-            for axis in (0, 1)
-        )
-        distance = rows - columns + (first[0] - first[1])
+        layout = plgpu.Layout.WGMMA
+        iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, self.shape, layout=layout)
+        distance = iota(0) - iota(1) + (first[0] - first[1])
         distance = -distance if self.query_axis else distance
         nearest, reach = self.static.bands[band]
         visible = (distance >= nearest) & (distance < reach)
