@@ -6,9 +6,7 @@ Names are imported on first use, so that a command's `--help` does not import ja
 `ttcd_jax.inference` reads and generates text.
 """
 
-import re
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,9 +34,24 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# The imports above, which type checkers alone see, as they are written here.
-_IMPORTS = re.findall(r"from (\S+) import (\w+) as", Path(__file__).read_text())
-_HOME = {name: module for module, name in _IMPORTS}
+_MODULES = {
+    "data.sources": "BatchesConfig",
+    "methods.ipttcd": "IPTTCDMLP IPTTCDBlock IPTTCDBlockConfig IPTTCDConfig MemoryConfig",
+    "models.config": "TransformerConfig",
+    "models.transformer": "Transformer",
+    "nn.attention": "AttentionConfig DualWindowAttention DualWindowConfig",
+    "nn.block": "Block BlockConfig",
+    "nn.mlp": "MLPConfig",
+    "nn.rope": "RopeConfig",
+    "nn.row": "Piece",
+    "precision": "Precision",
+    "run.config": "RunConfig",
+    "run.directory": "load_run",
+    "run.training": "train_run",
+    "train.optimizer": "OptimizerConfig",
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
+
 
 if not TYPE_CHECKING:  # or a type checker would accept any name
 
@@ -47,7 +60,7 @@ if not TYPE_CHECKING:  # or a type checker would accept any name
             return import_module("importlib.metadata").version("ttcd-jax")
         if name not in _HOME:
             raise AttributeError(f"module 'ttcd_jax' has no attribute {name!r}")
-        return getattr(import_module(_HOME[name]), name)
+        return getattr(import_module(f"ttcd_jax.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:

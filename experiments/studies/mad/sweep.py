@@ -8,7 +8,8 @@ row is decoded from the hidden state of its last token alone.
 The training step of the library (`train.step`) is vmapped over the runs, and the runs are split
 among the devices. An epoch is a scan inside the compiled function: one dispatch per step would
 dominate the time of a tiny model. Runs never mix. One whose loss or gradient is not finite keeps
-its last good parameters and takes no further step; the numbers of the others stay as they are.
+its last good parameters and takes no further step; the numbers of the others stay as they are. Runs that do
+not fit into device memory together are trained in groups.
 """
 
 import dataclasses
@@ -140,6 +141,7 @@ def train_jobs(config: MADSweepConfig, folder: Path) -> None:
         train, test = rows(job.data, seed=DATA_SEED, **sizes)
         runs = train_runs(
             *(job.recipe, mad_problem(job.data, job.model), train, test, hyper(config)),
+            budget_bytes=measure.usable_bytes(),
             on_evaluation=lambda done, accuracy: show(f"{done:.0%}, accuracy {accuracy:.3f}"),
         )
         found = {"environment": measure.environment(), "runs": tuple(runs)}
@@ -400,32 +402,46 @@ def train_runs(
     test_rows: Rows,
     hyper: Hyper,
     *,
+    budget_bytes: int | None = None,
     on_evaluation: Callable[[float, float], None] = lambda done, accuracy: None,
 ) -> list[Run]:
-    """All runs of `hyper`, in its order, evaluated every few epochs and after the last one. Devices
-    beyond the number of runs stay idle. `on_evaluation` is called with the share of the work done
-    and the best macro accuracy.
+    """All runs of `hyper`, in its order, in groups that fit `budget_bytes` of a device, each half
+    of those that do not, evaluated every few epochs and after the last one. Devices beyond the
+    number of runs stay idle. `on_evaluation` is called with the share of the work done and the
+    group's best macro accuracy.
     """
     num_runs, num_epochs = len(hyper.rate), config.num_epochs(len(rows.inputs))
     devices = jax.devices()[:num_runs]
     mesh = jax.make_mesh((len(devices),), ("runs",), (AxisType.Auto,), devices=devices)
     init, train = programs(config, problem, mesh)
     splits = jax.device_put((rows, test_rows), replicated(mesh))
-    size = -(-num_runs // mesh.size) * mesh.size  # filled up with copies of the last run
-    padded = Hyper(*(np.pad(x, (0, size - num_runs), mode="edge") for x in hyper))
-    state, evaluations, every = init(padded), [], -(-num_epochs // _NUM_EVALUATIONS)
-    for first in range(0, num_epochs, every):
-        stop = min(first + every, num_epochs)
-        state, measures = train(state, padded, *splits, first, stop)
-        evaluations.append((stop, *jax.device_get((measures, state.loss, state.failed_at))))
-        on_evaluation(stop / num_epochs, evaluations[-1][1]["macro_accuracy"].max())
-        if (evaluations[-1][-1] >= 0).all():
+    per_device = -(-num_runs // mesh.size)
+    while True:  # of one size, the last group filled up with copies of the last run
+        size = per_device * mesh.size
+        padded = np.minimum(np.arange(-(-num_runs // size) * size), num_runs - 1)
+        groups = [Hyper(*(x[part] for x in hyper)) for part in padded.reshape(-1, size)]
+        lowered = train.lower(jax.eval_shape(init, groups[0]), groups[0], *splits, 0, 0)
+        program = lowered.compile()
+        if budget_bytes is None or measure.needed_bytes(program) <= budget_bytes or per_device == 1:
             break
-    return [_run(hyper, evaluations, index) for index in range(num_runs)]
+        per_device = -(-per_device // 2)
+    every, finished = -(-num_epochs // _NUM_EVALUATIONS), []
+    for number, group in enumerate(groups):
+        state, evaluations = init(group), []
+        for first in range(0, num_epochs, every):
+            stop = min(first + every, num_epochs)
+            state, measures = program(state, group, *splits, first, stop)
+            evaluations.append((stop, *jax.device_get((measures, state.loss, state.failed_at))))
+            best = evaluations[-1][1]["macro_accuracy"].max()
+            on_evaluation((number + stop / num_epochs) / len(groups), best)
+            if (evaluations[-1][-1] >= 0).all():
+                break
+        finished += map(functools.partial(_run, group, evaluations), range(size))
+    return finished[:num_runs]
 
 
-def _run(hyper: Hyper, evaluations: Sequence[Any], index: int) -> Run:
-    """A run, from the (epoch, measures, training loss, first failed step) of all by time."""
+def _run(group: Hyper, evaluations: Sequence[Any], index: int) -> Run:
+    """A run of a group, from its (epoch, measures, training loss, first failed step) by time."""
     curve, failed_at, measures = [], -1, {}
     for epoch, *found in evaluations:
         if failed_at < 0:
@@ -434,7 +450,7 @@ def _run(hyper: Hyper, evaluations: Sequence[Any], index: int) -> Run:
             losses = {name: x if np.isfinite(x) else None for name, x in losses.items()}
             accuracy = measures["macro_accuracy"]
             curve.append(Point(epoch=epoch, macro_accuracy=accuracy, **losses))
-    own: dict[str, Any] = {name: x[index].item() for name, x in hyper._asdict().items()}
+    own: dict[str, Any] = {name: x[index].item() for name, x in group._asdict().items()}
     own["curve"] = tuple(curve)
     if failed_at >= 0:
         return Run(**own, failed_at=failed_at, metrics=None)
