@@ -5,7 +5,7 @@ import contextlib
 import importlib.util
 import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -78,11 +78,6 @@ class WeightsAndBiases:
 TRACKERS = Registry[Callable[[], Tracker]]("tracker")
 register = TRACKERS.add  # (class or function of the tracker, name in `RunConfig.trackers`)
 register(WeightsAndBiases, "wandb")
-
-
-def named(names: Iterable[str]) -> list[Tracker]:
-    """The trackers of `RunConfig.trackers`. Raises `UserError` for a package that is missing."""
-    return [TRACKERS.named(name)() for name in names]
 
 
 class Guarded:
