@@ -98,8 +98,8 @@ class Program:
     `fresh_state` or `state_with`.
 
     `config` is the run's with its layout (`ttcd_jax.run.layout`). `state` and `batch` are the
-    training state and a batch as `jax.ShapeDtypeStruct`s with their shardings; `rows` are those of
-    a batch that this process supplies, `skips` the counts of bad steps, which a state may lack.
+    training state and a batch as `jax.ShapeDtypeStruct`s with their shardings; `skips` are
+    the counts of bad steps, which a state may lack, `placement.rows` those that this process makes.
     `step` and `measures` are lowered under `jax.set_mesh(mesh)`. Raises `UserError` for rows or
     parameters that do not divide among the devices, and for parameters that `OptimizerConfig.rates`
     or `RunConfig.memory_warmup` needs and the model lacks.
@@ -110,11 +110,10 @@ class Program:
         self.config = laid_out(config, mesh)
         model, optimizer = self.config.model, config.optimizer
         length = config.data.seq_len
-        self._placement = Placement(mesh, batch_size=config.batch_size, length=length)
-        self.rows = self._placement.rows
+        self.placement = Placement(mesh, batch_size=config.batch_size, length=length)
         ids = () if config.data.rows_are_documents else ("segment_ids",)
         kinds = dict.fromkeys(("tokens", "targets", "positions", *ids), "int32")
-        self.batch = self._placement.abstract(kinds | {"loss_mask": "bool"})
+        self.batch = self.placement.abstract(kinds | {"loss_mask": "bool"})
         factors = rate_factors(model, optimizer.rates)
         self._prepare = preparation(model, factors, config.memory_warmup)
         schedule = optimizer.schedule
@@ -131,7 +130,7 @@ class Program:
 
     def placed(self, batch: Fields) -> Batch:
         """The fields of a batch that the step reads, on the devices, from this process's rows."""
-        return self._placement({name: batch[name] for name in self.batch})
+        return self.placement({name: batch[name] for name in self.batch})
 
     def check_bytes(self) -> None:
         """Raises `ResourceError` for a device smaller than its shards of state and batch."""

@@ -86,7 +86,7 @@ def train_run(
         is_first = jax.process_index() == 0
         with directory.lock() if is_first else contextlib.nullcontext(), jax.set_mesh(program.mesh):
             with phase("reading data"):
-                data, manifest = build.build_data(config, program.rows, batches)
+                data, manifest = build.build_data(config, program.placement.rows, batches)
             agree("data", common_fields(manifest), watchdog.save_seconds)
             if is_first:
                 _check_kept(directory)
