@@ -104,7 +104,7 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
     assert "complete at step 2" in _launch(run_dir, *bindings)
     commands.output(*EXPORT, run_dir, tmp_path / "out", "--dtype=float16")
     head = open_weights(tmp_path / "out")["model.embeddings.weight"]
-    np.testing.assert_array_equal(head, np.asarray(trained.params["embedding"], np.float16))
+    np.testing.assert_array_equal(head, np.asarray(trained["embedding"], np.float16))
     alone = RunDirectory(run_dir).checkpoints
     shutil.rmtree(alone)
     with contextlib.closing(Checkpoints(alone, model=trained.config)) as checkpoints:
