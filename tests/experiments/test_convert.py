@@ -108,7 +108,7 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
     alone = RunDirectory(run_dir).checkpoints
     shutil.rmtree(alone)
     with contextlib.closing(Checkpoints(alone, model=trained.config)) as checkpoints:
-        checkpoints.save(2, {"params": trained.params})
+        checkpoints.save(2, {"params": trained})
     more = tiny_run.params(*SMALL, *bindings, "STEPS=4")
     line = ("launch", "--gin=continue.gin", f"--run_dir={run_dir}", "--change=RunConfig.steps")
     assert "start_from" in commands.refused(*line, *more, status=4)
