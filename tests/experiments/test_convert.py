@@ -96,7 +96,7 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
     model = json.loads((run_dir / "config.json").read_text())["model"]
     theirs = json.loads((start / "config.json").read_text())["model"]
     assert model == theirs | {"remat": "block"}
-    (first, *_), (trained, _, step) = load_params(run_dir, 0), load_params(run_dir)
+    (first, *_), (trained, config, step) = load_params(run_dir, 0), load_params(run_dir)
     np.testing.assert_array_equal(first["embedding"], load_params(start)[0]["embedding"])
     assert step == 2
     assert np.abs(trained["embedding"] - first["embedding"]).max() > 0
@@ -107,7 +107,7 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
     np.testing.assert_array_equal(head, np.asarray(trained["embedding"], np.float16))
     alone = RunDirectory(run_dir).checkpoints
     shutil.rmtree(alone)
-    with contextlib.closing(Checkpoints(alone, model=trained.config)) as checkpoints:
+    with contextlib.closing(Checkpoints(alone, model=config)) as checkpoints:
         checkpoints.save(2, {"params": trained})
     more = tiny_run.params(*SMALL, *bindings, "STEPS=4")
     line = ("launch", "--gin=continue.gin", f"--run_dir={run_dir}", "--change=RunConfig.steps")
