@@ -70,7 +70,7 @@ def _import(name: str, run_dir: Path) -> None:
     from ttcd_jax.data.hub import model_folder
     from ttcd_jax.interop.hugging_face import open_hugging_face
     from ttcd_jax.interop.reference_config import open_reference
-    from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory
+    from ttcd_jax.run.directory import IMPORT, IMPORTED, TOKENIZER, RunDirectory
     from ttcd_jax.train.checkpoint import StreamedCheckpoints
 
     is_theirs = FLAGS.format == "huggingface"
@@ -89,7 +89,7 @@ def _import(name: str, run_dir: Path) -> None:
         directory = RunDirectory(unfinished)
         with contextlib.closing(StreamedCheckpoints(directory.checkpoints)) as checkpoints:
             checkpoints.save(0, {"params": params})
-        directory.write_import({"model": config.to_dict(), "data": data}, metadata)
+        directory.write({"model": config.to_dict(), "data": data}, metadata, IMPORT)
     _print_import(metadata)
     print(units.printable(f"run directory {run_dir.absolute()}"))
 

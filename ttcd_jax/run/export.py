@@ -1,6 +1,5 @@
 """A run as a checkpoint of another implementation: tensors and small files."""
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,13 +17,7 @@ from ttcd_jax.interop.hugging_face import MODELING, TRIED, export_hugging_face, 
 from ttcd_jax.interop.reference_config import export_reference
 from ttcd_jax.methods import method_named
 from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.run.directory import (
-    IMPORTED,
-    TOKENIZER,
-    RunDirectory,
-    load_params,
-    tokenizer_config,
-)
+from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory, load_params, tokenizer_config
 
 _METADATA = ("config_json", "dtypes", "format", "tied_head")  # of an import
 _NOTE = (
@@ -59,7 +52,7 @@ def exported_run(
         files |= text_files(build_tokenizer(tokenizer), stored) | (stored if metadata else {})
         if tokenizer.path is not None:
             files["tokenizer.json"] = Path(tokenizer.path).read_text()
-    count = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    count = sum(tensor.size for tensor in tensors.values())
     files["README.md"] = _card(directory, config, step, count)
     return tensors, files, step
 
