@@ -174,11 +174,10 @@ def _over_blocks[Carry, Operands, Results](
         cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=1)
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
         state, whole = carry
-        state, parts = body(state, jax.tree.map(lambda x: cut(x, start), whole_operands))
+        state, parts = body(state, jax.tree.map(lambda x: cut(x, start), operands))
         return (state, jax.tree.map(lambda x, part: put(x, part, start), whole, parts)), None
 
-    whole_operands = jax.tree.map(padded, operands)
-    results = jax.tree.map(padded, results)
+    operands, results = jax.tree.map(padded, (operands, results))
     starts = jnp.arange(0, num_chunks, size)
     (carry, whole), _ = jax.lax.scan(one_block, (carry, results), starts, reverse=reverse)
     return carry, jax.tree.map(lambda x: x[:, :num_chunks], whole)

@@ -10,7 +10,6 @@ later chunks read the writes of a chunk; a symmetric activation convolution woul
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
@@ -132,36 +131,23 @@ def _block(config: registry.ModelConfig, settings: TargetMemoryConfig) -> BlockC
     return BlockConfig(mixer=config.attention(), mlp=mlp)
 
 
-_TARGETS: Mapping[str, str] = {
-    **dict.fromkeys(("hidden", "hidden_state", "hidden_states"), "hidden"),
-    **dict.fromkeys(("embedding", "embed", "input_embed", "input_embeds"), "embedding"),
-}
+_TARGETS: dict[str, str] = dict.fromkeys(("hidden", "hidden_state", "hidden_states"), "hidden")
+_TARGETS |= dict.fromkeys(("embedding", "embed", "input_embed", "input_embeds"), "embedding")
 # In the reference's IP-TTT both diagonal initializations are random.
 _PROJ_INIT = registry.PROJ_INIT | {"diagonal": "gaussian_diagonal"}
-
-
-METHOD = registry.register(
-    registry.Method(
-        "ipttt",
-        "IP-TTT",
-        _block,
-        settings=TargetMemoryConfig,
-        reference=registry.Reference(
-            ("ipttt",),
-            (
-                *registry.FAST_KEYS,
-                registry.Key("ttt_chunk", "memory.chunk_size", 8192),
-                registry.Key("ttt_lr", "memory.eta", 0.3),
-                registry.Key("ttt_target", "memory.target", "hidden", _TARGETS),
-                registry.Key("ttt_proj", "memory.has_proj", True),
-                registry.Key("ttt_proj_init", "memory.proj_init", "diagonal_gaussian", _PROJ_INIT),
-                registry.Key("ttt_conv", "memory.has_target_conv", True),
-                registry.Key("ttt_activation_conv", "memory.has_activation_conv", False),
-                registry.Key("ttt_conv_kernel_size", "memory.num_taps", 5),
-                registry.Key("ttt_conv_causal", "memory.is_conv_causal", False),
-            ),
-            registry.ATTENTION_FIXED,
-            has_switch=True,
-        ),
-    )
+_KEYS = (
+    *registry.FAST_KEYS,
+    registry.Key("ttt_chunk", "memory.chunk_size", 8192),
+    registry.Key("ttt_lr", "memory.eta", 0.3),
+    registry.Key("ttt_target", "memory.target", "hidden", _TARGETS),
+    registry.Key("ttt_proj", "memory.has_proj", True),
+    registry.Key("ttt_proj_init", "memory.proj_init", "diagonal_gaussian", _PROJ_INIT),
+    registry.Key("ttt_conv", "memory.has_target_conv", True),
+    registry.Key("ttt_activation_conv", "memory.has_activation_conv", False),
+    registry.Key("ttt_conv_kernel_size", "memory.num_taps", 5),
+    registry.Key("ttt_conv_causal", "memory.is_conv_causal", False),
+)
+_REFERENCE = registry.Reference(("ipttt",), _KEYS, registry.ATTENTION_FIXED, has_switch=True)
+registry.register(
+    registry.Method("ipttt", "IP-TTT", _block, settings=TargetMemoryConfig, reference=_REFERENCE)
 )

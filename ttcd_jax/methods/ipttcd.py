@@ -292,39 +292,26 @@ def _write(config: registry.ModelConfig, memory: MemoryConfig) -> dict[str, Any]
     }
 
 
-METHOD = registry.register(
-    registry.Method(
-        "ipttcd",
-        "IP-TTCD",
-        _block,
-        settings=MemoryConfig,
-        reference=registry.Reference(
-            ("ipttcdv9", "ipttcdv9_lowcopy", "ipttcdv8", "ipttcd"),
-            (
-                *registry.FAST_KEYS,
-                registry.Key("ttt_chunk", "memory.chunk_size", 8192),
-                registry.Key("ttt_lr", "memory.eta", 0.3),
-                registry.Key("ttt_proj", "memory.has_proj", True),
-                registry.Key("ttt_proj_init", "memory.proj_init", "diagonal", registry.PROJ_INIT),
-                registry.Key("ttt_teacher_conv", "memory.has_teacher_conv", True),
-                registry.Key("ttt_student_conv", "memory.has_student_conv", True),
-                registry.Key("ttt_conv_kernel_size", "memory.num_taps", 5),
-                registry.Key("ttt_conv_causal", "memory.is_conv_causal", True),
-                registry.Key(
-                    "ttt_teacher_conv_init", "memory.teacher_conv_init", "zero", _CONV_INIT
-                ),
-                registry.Key(
-                    "ttt_student_conv_init", "memory.student_conv_init", "zero", _CONV_INIT
-                ),
-                registry.Key("dynamic_lr", "memory.has_token_rate", True),
-                registry.Key("ttt_normalize_student_features", "memory.normalizes_keys", True),
-                registry.Key("ttt_norm_proj_diff", "memory.normalizes_errors", False),
-                registry.Key("use_muon", "memory.orthogonalizes_updates", False),
-            ),
-            registry.ATTENTION_FIXED,
-            _read,
-            _write,
-            has_switch=True,
-        ),
-    )
+_KEYS = (
+    *registry.FAST_KEYS,
+    registry.Key("ttt_chunk", "memory.chunk_size", 8192),
+    registry.Key("ttt_lr", "memory.eta", 0.3),
+    registry.Key("ttt_proj", "memory.has_proj", True),
+    registry.Key("ttt_proj_init", "memory.proj_init", "diagonal", registry.PROJ_INIT),
+    registry.Key("ttt_teacher_conv", "memory.has_teacher_conv", True),
+    registry.Key("ttt_student_conv", "memory.has_student_conv", True),
+    registry.Key("ttt_conv_kernel_size", "memory.num_taps", 5),
+    registry.Key("ttt_conv_causal", "memory.is_conv_causal", True),
+    registry.Key("ttt_teacher_conv_init", "memory.teacher_conv_init", "zero", _CONV_INIT),
+    registry.Key("ttt_student_conv_init", "memory.student_conv_init", "zero", _CONV_INIT),
+    registry.Key("dynamic_lr", "memory.has_token_rate", True),
+    registry.Key("ttt_normalize_student_features", "memory.normalizes_keys", True),
+    registry.Key("ttt_norm_proj_diff", "memory.normalizes_errors", False),
+    registry.Key("use_muon", "memory.orthogonalizes_updates", False),
+)
+_TYPES = ("ipttcdv9", "ipttcdv9_lowcopy", "ipttcdv8", "ipttcd")
+_FIXED = registry.ATTENTION_FIXED
+_REFERENCE = registry.Reference(_TYPES, _KEYS, _FIXED, _read, _write, has_switch=True)
+registry.register(
+    registry.Method("ipttcd", "IP-TTCD", _block, settings=MemoryConfig, reference=_REFERENCE)
 )

@@ -358,34 +358,24 @@ def _write(config: registry.ModelConfig, settings: LaCTMemoryConfig) -> dict[str
     }
 
 
-METHOD = registry.register(
-    registry.Method(
-        "lact",
-        "LaCT",
-        _block,
-        "all",
-        settings=LaCTMemoryConfig,
-        reference=registry.Reference(
-            ("lact",),
-            (
-                *registry.COMMON_KEYS,
-                registry.Key("num_attn_heads", "num_heads"),
-                registry.Key("window_size", "window", None),
-                registry.Key("rope_theta", "rope.base", 10000.0),
-                registry.Key("num_lact_heads", "memory.num_fast_heads"),
-                registry.Key("inter_multi", "memory.hidden_expansion", 1),
-                registry.Key("lact_chunk_size", "memory.chunk_size", 2048),
-                registry.Key("use_momentum", "memory.has_momentum", False),
-                registry.Key("use_muon", "memory.orthogonalizes_updates", False),
-                registry.Key("ttt_prenorm", "memory.keeps_raw_state", False),
-                registry.Key("qkv_silu", "memory.has_qk_silu", True),
-                registry.Key("learnable_ttt_scale", "memory.has_scale", False),
-                registry.Key("attn_qk_norm", "memory.has_qk_norm", False),
-                registry.Key("qkv_bias", "memory.has_qkv_bias", False),
-            ),
-            {"lr_dim": 1, "lr_parameterization": "mamba"},
-            _read,
-            _write,
-        ),
-    )
+_KEYS = (
+    *registry.COMMON_KEYS,
+    registry.Key("num_attn_heads", "num_heads"),
+    registry.Key("window_size", "window", None),
+    registry.Key("rope_theta", "rope.base", 10000.0),
+    registry.Key("num_lact_heads", "memory.num_fast_heads"),
+    registry.Key("inter_multi", "memory.hidden_expansion", 1),
+    registry.Key("lact_chunk_size", "memory.chunk_size", 2048),
+    registry.Key("use_momentum", "memory.has_momentum", False),
+    registry.Key("use_muon", "memory.orthogonalizes_updates", False),
+    registry.Key("ttt_prenorm", "memory.keeps_raw_state", False),
+    registry.Key("qkv_silu", "memory.has_qk_silu", True),
+    registry.Key("learnable_ttt_scale", "memory.has_scale", False),
+    registry.Key("attn_qk_norm", "memory.has_qk_norm", False),
+    registry.Key("qkv_bias", "memory.has_qkv_bias", False),
+)
+_FIXED = {"lr_dim": 1, "lr_parameterization": "mamba"}
+_REFERENCE = registry.Reference(("lact",), _KEYS, _FIXED, _read, _write)
+registry.register(
+    registry.Method("lact", "LaCT", _block, "all", settings=LaCTMemoryConfig, reference=_REFERENCE)
 )
