@@ -261,23 +261,16 @@ class LaCT(Mixer, config=LaCTConfig):
         momentum = None
         if memory.has_momentum:
             momentum = jax.nn.sigmoid(self._gate(h, self.momentum, self.momentum_bias))
-        scale, offset = self.qk_scale[...], self.qk_offset[...]
-        fast_q = self._fast_feature(q, scale[:, 0], offset[:, 0], positions)
-        fast_k = self._fast_feature(k, scale[:, 1], offset[:, 1], positions)
+        fast_q, fast_k = (self._fast_feature(x, i, positions) for i, x in enumerate((q, k)))
         is_active = memory.has_qk_silu and memory.has_value_silu
         fast_v = self._split(jax.nn.silu(v) if is_active else v)
         writes = FastWrites(fast_k, fast_v, self._rates(h), momentum)
         return (turned_q, turned_k, v.reshape(heads)), (fast_q, writes)
 
     def _memory(self) -> FastSwiGLU:
-        memory = self.config.memory
-        return FastSwiGLU(
-            self._start(),
-            orthogonalizes=memory.orthogonalizes_updates,
-            keeps_raw=memory.keeps_raw_state,
-            has_momentum=memory.has_momentum,
-            state_dtype=self.config.attention.precision.state_dtype,
-        )
+        memory, dtype = self.config.memory, self.config.attention.precision.state_dtype
+        fields = memory.orthogonalizes_updates, memory.keeps_raw_state, memory.has_momentum
+        return FastSwiGLU(self._start(), *fields, state_dtype=dtype)
 
     def _joined(self, h: jax.Array, seen: jax.Array, fast: jax.Array) -> Hidden:
         """The output, from the attention's heads and the memory's output, normed and scaled."""
@@ -288,13 +281,11 @@ class LaCT(Mixer, config=LaCTConfig):
         both = seen.reshape(h.shape) + fast.reshape(h.shape)
         return linear(both, self.out[...], self.config.attention.precision.compute_dtype)
 
-    def _fast_feature(
-        self, x: jax.Array, scale: jax.Array, offset: jax.Array, positions: jax.Array
-    ) -> jax.Array:
-        """The memory's q or k [B, T, N, H], in float32 or wider until the end."""
+    def _fast_feature(self, x: jax.Array, index: int, positions: jax.Array) -> jax.Array:
+        """The memory's q (0) or k (1) [B, T, N, H], in float32 or wider until the end."""
         config, memory = self.config.attention, self.config.memory
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        scale, offset = scale.astype(wide), offset.astype(wide)
+        scale, offset = (w[:, index].astype(wide) for w in (self.qk_scale, self.qk_offset))
         fast = x.astype(wide) * scale + offset
         if memory.has_qk_silu:
             fast = jax.nn.silu(fast)

@@ -157,8 +157,7 @@ class Transformer(Configured):
         h = lookup(self._gathered(self.embedding).astype(dtype), tokens)
         row, reports = row._replace(embeddings=h), []
         for index, run in enumerate(self.plan):
-            unit = getattr(self, f"group_{index}")
-            h, run_reports = self._run(unit, run, h, row)
+            h, run_reports = self._run(getattr(self, f"group_{index}"), run, h, row)
             reports.extend(run_reports)
         joined = jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports) if reports else None
         return h, joined
