@@ -149,6 +149,9 @@ class DeltaMemory(AssociativeMemory[DeltaWrites, State, Solved, Transition]):
         identity = jnp.broadcast_to(jnp.eye(keeps.shape[-1], dtype=keeps.dtype), keeps.shape)
         return Transition(identity, jnp.zeros_like(adds))
 
+    def state_after(self, summary: Transition) -> State:
+        return summary.adds
+
 
 def _forgetting(
     log_decay: jax.Array | None,

@@ -143,6 +143,9 @@ class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes], Ele
         kept, total = summary
         return jnp.ones_like(kept), jnp.zeros_like(total)
 
+    def state_after(self, summary: Element) -> Sum:
+        return summary[1]
+
 
 # Chunks [B, C, ...], or those of a block [B, G, ...]: errors are masked, decays summed by chunk.
 _Summed = Chunks[Writes]

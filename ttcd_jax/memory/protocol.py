@@ -73,10 +73,9 @@ class Memory[Writes, State, Prepared](abc.ABC):
         return jnp.asarray(sum(jnp.sum(x * x, axis=range(1, x.ndim)) for x in arrays))
 
 
-class AssociativeMemory[Writes, State, Prepared, Summary: tuple](Memory[Writes, State, Prepared]):
-    """A memory in which consecutive tokens have a `Summary`: their effect on any state before them,
-    and the state after them when they are the first of a row. Summaries compose associatively, so
-    devices that share a row need only one prefix."""
+class AssociativeMemory[Writes, State, Prepared, Summary](Memory[Writes, State, Prepared]):
+    """A memory in which consecutive tokens have a `Summary`: their effect on any state before them.
+    Summaries compose associatively, so devices that share a row need only one prefix."""
 
     @abc.abstractmethod
     def summary(self, prepared: Prepared) -> Summary:
@@ -89,6 +88,10 @@ class AssociativeMemory[Writes, State, Prepared, Summary: tuple](Memory[Writes, 
     @abc.abstractmethod
     def neutral(self, summary: Summary) -> Summary:
         """The summary of no tokens, in the shapes of `summary`."""
+
+    @abc.abstractmethod
+    def state_after(self, summary: Summary) -> State:
+        """The state after the summarized tokens when they are the first of a row."""
 
 
 @jax.tree_util.register_dataclass
