@@ -126,11 +126,14 @@ class _KeyGradients(_Gradient):
         vector = self.tile(with_it, self.slot(step))
 
         def copy_band(band: int) -> None:
-            matrix = self.refs["q" if name == "q" else f"d_out{band}"]
-            plgpu.copy_gmem_to_smem(matrix.at[self.batch, rows, head], buffer, ready)
+            if name == "d_out":
+                source = self.refs[f"d_out{band}"].at[self.batch, rows, head]
+                plgpu.copy_gmem_to_smem(source, buffer, ready)
             source = self.refs[f"{with_it}{band}"].at[self.batch, head, rows]
             plgpu.copy_gmem_to_smem(source, vector, ready)
 
+        if name == "q":
+            plgpu.copy_gmem_to_smem(self.refs["q"].at[self.batch, rows, head], buffer, ready)
         for band in range(len(self.static.bands)):
             copy = functools.partial(copy_band, band)
             pl.when(is_far if band else ~is_far)(copy) if len(self.static.bands) > 1 else copy()
