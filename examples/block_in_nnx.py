@@ -44,9 +44,8 @@ def train(model: nnx.Module, update: optax.GradientTransformation) -> list[float
 
     @nnx.jit
     def step(model: nnx.Module, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
-        loss, grads = nnx.value_and_grad(lambda model: next_token_loss(model(tokens), tokens))(
-            model
-        )
+        gradient = nnx.value_and_grad(lambda model: next_token_loss(model(tokens), tokens))
+        loss, grads = gradient(model)
         optimizer.update(model, grads)
         return loss
 

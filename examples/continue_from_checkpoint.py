@@ -18,13 +18,8 @@ def grown(run_dir: str) -> RunConfig:
     """The configuration of the run in `run_dir`, with a memory added to its first layer and
     float32 parameters, in which small steps move them."""
     config = RunConfig.from_dict(RunDirectory(run_dir).read_config())
-    memory = MemoryConfig(
-        chunk_size=8,
-        output="teacher_raw",
-        normalizes_keys=False,
-        teacher_conv_init="identity",
-        student_conv_init="zeros",
-    )
+    memory = MemoryConfig(chunk_size=8, output="teacher_raw", normalizes_keys=False)
+    memory = memory.replace(teacher_conv_init="identity", student_conv_init="zeros")
     changes = {"method": "ipttcd", "student_window": 8, "fast_layers": (0,), "memory": memory}
     return config.replace(model=starting_model(run_dir).replace(**changes), start_from=run_dir)
 

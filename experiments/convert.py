@@ -81,13 +81,11 @@ def _import_into(name: str, run_dir: Path, scratch: Path) -> None:
     from ttcd_jax.interop.gguf_files import open_gguf
     from ttcd_jax.interop.hugging_face import open_hugging_face
     from ttcd_jax.interop.reference_config import open_reference
-    from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory
+    from ttcd_jax.run.directory import IMPORT, IMPORTED, TOKENIZER, RunDirectory
     from ttcd_jax.train.checkpoint import StreamedCheckpoints
 
     is_theirs = FLAGS.format == "huggingface"
     source = model_folder(name) if is_theirs else Path(name)
-    if not source.exists():
-        raise DataError(f"no checkpoint file or folder at {source}")
     folder = source if source.is_dir() else source.parent
     if FLAGS.format == "gguf":
         (params, config, metadata), texts = open_gguf(source)
@@ -109,7 +107,7 @@ def _import_into(name: str, run_dir: Path, scratch: Path) -> None:
         directory = RunDirectory(unfinished)
         with contextlib.closing(StreamedCheckpoints(directory.checkpoints)) as checkpoints:
             checkpoints.save(0, {"params": params})
-        directory.write_import({"model": config.to_dict(), "data": data}, metadata)
+        directory.write({"model": config.to_dict(), "data": data}, metadata, IMPORT)
     _print_import(metadata)
     print(units.printable(f"run directory {run_dir.absolute()}"))
 

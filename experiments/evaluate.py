@@ -15,9 +15,8 @@ harness: tasks of lm-evaluation-harness, such as --tasks=hellaswag,mmlu with --d
 accuracy by the distance to the key, for runs on recall data. needle: accuracy of values of the
 prompt that are queried after --distances=16,512 decoded tokens, with the memory kept on while
 decoding and, as in the published code, off, or after tokens read in one pass (--by=prefill). In the
-others a method with a memory is measured with its fast
-weights on and off (eta = 0). Every task is a file in ttcd_jax/tasks with its options,
---batch_size=N for all; docs/evaluation.md describes them.
+others a method with a memory is measured with its fast weights on and off (eta = 0). Every task is
+a file in ttcd_jax/tasks with its options and --batch_size=N; docs/evaluation.md describes them.
 
 --param changes settings of the model without parameters, as the window or YaRN, and options of the
 task (--param='Perplexity.seq_len=512' is --seq_len=512). Results go to eval/TASK in the run, those

@@ -41,7 +41,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,13 @@ from absl import flags
 
 from experiments import cli
 from ttcd_jax import units
+from ttcd_jax.data import tokenizer
 from ttcd_jax.data.compressed import bytes_read
 from ttcd_jax.data.corpus import CorpusConfig, input_bytes, stream_documents
 from ttcd_jax.data.documents import glob_of
 from ttcd_jax.data.records import prepare_records, stored_tokens, verify_records
-from ttcd_jax.data.tokenizer import JsonTokenizer, TokenizerConfig, tokenizer_of, train_tokenizer
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.data.tokenizer import TokenizerConfig
+from ttcd_jax.errors import UserError
 from ttcd_jax.files import whole_folder, write_whole
 
 FLAGS = flags.FLAGS
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
 
 def _prepare() -> None:
     folder, path = Path(FLAGS.output), FLAGS.tokenizer
-    tokenizer = TokenizerConfig() if path == "byte" else tokenizer_of(Path(path))
+    config = TokenizerConfig() if path == "byte" else tokenizer.tokenizer_of(Path(path))
     corpus = _corpus()
     progress = _Progress(input_bytes(corpus))
     with whole_folder(folder, stored_tokens) as unfinished:
@@ -101,7 +101,7 @@ def _prepare() -> None:
             _say(f"{stored:,} tokens are stored: reading their text again")
         manifest = prepare_records(
             corpus,
-            tokenizer,
+            config,
             unfinished,
             num_processes=FLAGS.processes or len(os.sched_getaffinity(0)),
             samples_are_rows=FLAGS.samples_are_rows,
@@ -115,8 +115,6 @@ def _corpus() -> CorpusConfig:
     if FLAGS.source is not None:
         _download()
     path = Path(FLAGS.input)
-    if not (path.is_file() or path.is_dir() or path.is_fifo()):  # but a device
-        raise UserError(f"no file or folder at --input={path}")
     names = ("field", "validation_percent", "validation_files")
     options: dict[str, Any] = {name: FLAGS[name].value for name in names}
     if path.is_dir():
@@ -178,21 +176,11 @@ def _train_tokenizer() -> None:
     step = 1 + input_bytes(corpus, ("train",)) // _TOKENIZER_BYTES
     if step > 1:
         _say(f"one document of {step} is read, about {units.size(_TOKENIZER_BYTES)} of the input")
-    name = ""
-
-    def texts() -> Iterator[bytes]:
-        nonlocal name
-        for document in itertools.islice(documents, None, None, step):
-            name = f"{document.name}: "
-            yield document.text
-        name = ""
-
-    try:
-        source = train_tokenizer(texts(), FLAGS.train_tokenizer)
-    except DataError as error:
-        raise DataError(f"{name}{error}") from error
-    write_whole(path, source)
-    print(f"{JsonTokenizer(str(path)).vocab_size:,} tokens in {path.absolute()}")
+    chosen = itertools.islice(documents, None, None, step)
+    texts = (tokenizer.decoded(d.text, name=f"{d.name}: ") for d in chosen)
+    write_whole(path, tokenizer.train_tokenizer(texts, FLAGS.train_tokenizer))
+    made = tokenizer.build_tokenizer(TokenizerConfig(kind="json", path=str(path)))
+    print(f"{made.vocab_size:,} tokens in {path.absolute()}")
 
 
 def _verify() -> None:

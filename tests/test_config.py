@@ -110,7 +110,9 @@ def test_unknown_and_missing_keys_and_foreign_classes_are_named():
     refused(words, Outer.from_dict, source | {"cuont": 3})
     for misspelt in (Outer, Outer().replace):
         refused(words, misspelt, cuont=3)
-    refused("'Precision' is allowed", Outer.from_dict, source | {"inner": {"type": "Precision"}})
+    for kind in ({"type": "Precision"}, {}):  # {}: which of several?
+        words = f"class {kind.get('type')!r} is allowed here"
+        refused(words, Outer.from_dict, source | {"inner": kind})
     del source["rate"], source["kind"]
     assert Outer.from_dict(source | {"count": 4}) == Outer(count=4)  # from before they existed
     refused("BatchesConfig lacks seq_len", BatchesConfig.from_dict, {})

@@ -11,7 +11,7 @@ from flax import nnx
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.run.directory import IMPORTED, RunDirectory
+from ttcd_jax.run.directory import IMPORT, IMPORTED, RunDirectory
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.train.checkpoint import Checkpoints
 
@@ -63,4 +63,4 @@ def save_text_model(
     with contextlib.closing(Checkpoints(directory.checkpoints, model=model)) as checkpoints:
         checkpoints.save(7, {"params": params})
     data = {"type": IMPORTED, "seq_len": 32, "tokenizer": TokenizerConfig().to_dict()}
-    directory.write_import({"model": model.to_dict(), "data": data}, {})
+    directory.write({"model": model.to_dict(), "data": data}, {}, IMPORT)

@@ -185,8 +185,9 @@ class Config:
 
     @classmethod
     def from_dict(cls, source: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`. A missing key has its default, as in a file older than the
-        field; unknown keys, and missing ones without a default, are a `UserError`."""
+        """The inverse of `to_dict`; a `type` is needed where a field can hold several. A missing
+        key has its default, as in a file older than the field; unknown keys, and missing ones
+        without a default, are a `UserError`."""
         if not isinstance(source, dict):
             raise UserError(f"{cls.__name__} is a {type(source).__name__}, not an object of fields")
         hints = typing.get_type_hints(cls)
@@ -240,10 +241,11 @@ def _jsonable(value: Any) -> Any:
 def _revive(value: Any, hint: Any) -> Any:
     if isinstance(value, list):
         return [_revive(entry, hint) for entry in value]
-    if not isinstance(value, dict):
+    classes = config_classes(hint)
+    if not (isinstance(value, dict) and classes):
         return value
-    name = value.get("type")
-    for cls in config_classes(hint):
+    name = value.get("type", classes[0].__name__ if len(classes) == 1 else None)
+    for cls in classes:
         if cls.__name__ == name:
             return cls.from_dict(value)
     raise UserError(f"no configuration class {name!r} is allowed here ({_describe(hint)})")

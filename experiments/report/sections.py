@@ -63,6 +63,8 @@ def write_report(
         RunDirectory(path).check_imports()
     if find_spec("experiments.studies") is not None:
         importlib.import_module("experiments.studies.equivalence.tasks")  # they are registered
+    elif sweeps:
+        raise UserError(f"{sweeps[0]} is a MAD sweep: only a checkout shows it, not the wheel")
     results = read_all_results(others)
     runs = [Run.read(*x) for x in zip(results, others, strict=True)]
     for run in runs:
@@ -73,7 +75,7 @@ def write_report(
     with coloured_by_run([run.label for run in runs]) as colours:
         sections = [
             *task_sections(results, output, between),
-            *_sweeps(sweeps, output),
+            *(_sweep(path, output / f"mad_{i}.png") for i, path in enumerate(sweeps)),
             *training_sections(runs, output),
             *(section for path in files for section in _tables(path)),
         ]
@@ -125,14 +127,10 @@ def training_sections(runs: Sequence[Run], output: Path) -> list[Section]:
     return sections
 
 
-def _sweeps(sweeps: Sequence[Path], output: Path) -> list[Section]:
-    if not sweeps:
-        return []
-    if find_spec("experiments.studies") is None:
-        raise UserError(f"{sweeps[0]} is a MAD sweep: only a checkout shows it, not the wheel")
+def _sweep(path: Path, picture: Path) -> Section:
     from experiments.studies.mad.records import sweep_section
 
-    return [sweep_section(path, output / f"mad_{i}.png") for i, path in enumerate(sweeps)]
+    return sweep_section(path, picture)
 
 
 def _tables(path: Path) -> list[Section]:

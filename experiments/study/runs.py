@@ -36,6 +36,7 @@ from ttcd_jax.run.directory import RunDirectory, load_run
 from ttcd_jax.units import printable
 
 type Measured = dict[str, dict[int, Series[Any]]]  # by recipe and seed
+type Texts = dict[str, Path]  # folders of pieces by the name of their corpus
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def results_file(folder: Path, task: Task, name: str, text: str) -> Path:
     return folder / "eval" / folder_name(task.name, f"{name}, {text}") / FILE
 
 
-def held_out_texts(config: StudyConfig, params: Sequence[str], path: Path) -> dict[str, Path]:
+def held_out_texts(config: StudyConfig, params: Sequence[str], path: Path) -> Texts:
     """Writes the pieces of the held-out text of every corpus into a folder of their own, whose name
     has their digest, so that results on other pieces are made again; the folders by name.
 
@@ -104,9 +105,8 @@ def held_out_texts(config: StudyConfig, params: Sequence[str], path: Path) -> di
             for start in range(0, len(document.text) - size + 1, size)
         ]
         if not pieces:
-            raise UserError(
-                f"no held-out document of {name} has {size} bytes: lower StudyConfig.piece_bytes"
-            )
+            text = f"no held-out document of {name} has {size} bytes"
+            raise UserError(f"{text}: lower StudyConfig.piece_bytes")
         if name in texts:
             raise UserError(f"two corpora of the study are named {name}: rename one of the folders")
         chosen = np.linspace(0, len(pieces) - 1, min(config.max_pieces, len(pieces))).astype(int)
@@ -120,12 +120,7 @@ def held_out_texts(config: StudyConfig, params: Sequence[str], path: Path) -> di
 
 
 def compute(
-    config: StudyConfig,
-    name: str,
-    seed: int,
-    params: Sequence[str],
-    texts: dict[str, Path],
-    path: Path,
+    config: StudyConfig, name: str, seed: int, params: Sequence[str], texts: Texts, path: Path
 ) -> None:
     """Trains and evaluates what is missing of a run. Raises `UserError` where training failed, and
     for a run of another configuration."""
@@ -147,8 +142,7 @@ def compute(
     command = [sys.executable, "-m", "experiments.launch", f"--gin={file}"]
     command += [f"--param={text}" for text in params]
     command += [f"--import={name}" for name in IMPORTED_MODULES]
-    status = subprocess.run([*command, f"--run_dir={folder}"], check=False).returncode
-    if status:
+    if status := subprocess.run([*command, f"--run_dir={folder}"], check=False).returncode:
         raise UserError(f"{folder.name} stopped with status {status}: {' '.join(command)}")
     run, data = load_run(folder), directory.read_part("data")
     for task, text in missing:
@@ -156,7 +150,7 @@ def compute(
         evaluate(task, subject, run.step).write()
 
 
-def write_study(config: StudyConfig, texts: dict[str, Path], path: Path) -> None:
+def write_study(config: StudyConfig, texts: Texts, path: Path) -> None:
     """Prints the tables of all runs that were evaluated, and writes them with pictures into
     `index.html`, and alone into `tables.txt`."""
     folders = {f"{x}, seed {seed}": path / f"{x}-{seed}" for x, seed in config.chosen()}
@@ -179,8 +173,7 @@ def write_study(config: StudyConfig, texts: dict[str, Path], path: Path) -> None
 
 
 def _measured(config: StudyConfig, task: Task, text: str, path: Path) -> Measured:
-    found: Measured = {}
-    results = []
+    found, results = {}, []
     for name, seed in config.chosen():
         file = results_file(path / f"{name}-{seed}", task, name, text)
         if file.exists():
@@ -203,11 +196,7 @@ def _sections(task: Task, text: str, measured: Measured, output: Path) -> list[S
     assert issubclass(kind, DocumentTask)
     base, by_key = next(iter(measured)), operator.attrgetter(kind.key)
     shown = {x.removesuffix(f", {MEMORY_ON}"): y for x, y in united.items() if MEMORY_OFF not in x}
-    pairs = {
-        name: (records, _of_seeds(measured[base], measured[name]))
-        for name, records in shown.items()
-        if name != base
-    }
+    pairs = {x: (y, _of_seeds(measured[base], measured[x])) for x, y in shown.items() if x != base}
     means, _ = by_document.means_of(united, by_key)
     table = _rows({label: (x, kind.shown(y)) for label, (x, y) in means.items()})
     found = [Section(f"{title}: {kind.value}", table, _pictures(kind, shown, output))]
@@ -224,8 +213,8 @@ def _sections(task: Task, text: str, measured: Measured, output: Path) -> list[S
 
 
 def _pictures(kind: type[Task], series: Series[Any], output: Path) -> list[Picture]:
-    pictures = kind.pictures(output, series, None)
-    return [x._replace(path=(output / x.path).absolute()) for x in pictures]
+    drawn = kind.pictures(output, series, None)
+    return [x._replace(path=(output / x.path).absolute()) for x in drawn]
 
 
 def _rows(curves: Curves) -> list[Row]:
@@ -246,11 +235,9 @@ def _by_seed(measured: Measured) -> list[Row]:
     rows = []
     for seeds in measured.values():
         for label in next(iter(seeds.values())):
-            means = {}
-            for seed, series in seeds.items():
-                counted = [(x.nll, x.tokens) for x in series[label] if x.document is not None]
-                nll, tokens = map(sum, zip(*counted, strict=True))
-                means[f"seed {seed}"] = nll / tokens
+            found = {f"seed {seed}": series[label] for seed, series in seeds.items()}
+            curves, _ = by_document.means_of(found, lambda x: None if x.document is None else 0)
+            means = {name: float(x.mean[0]) for name, (_, x) in curves.items()}
             spread = statistics.stdev(means.values()) if len(means) > 1 else None
             mean = statistics.mean(means.values())
             rows.append({"recipe": label} | means | {"mean": mean, "deviation": spread})

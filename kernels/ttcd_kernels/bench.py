@@ -15,7 +15,7 @@ from typing import Any
 
 from ttcd_kernels import cases, measure, parity
 from ttcd_kernels.cases import OPS
-from ttcd_kernels.measure import MIB, MILLISECOND, TERA, Row, over
+from ttcd_kernels.measure import MIB, MILLISECOND, TERA, Ceilings, Row, over
 from ttcd_kernels.parity import BASELINE
 from ttcd_kernels.table import format_table, write_json
 
@@ -58,9 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"nothing to time: no implementation {', '.join(names)} here")
 
 
-def measured(
-    op: Any, case: Any, ceilings: measure.Ceilings, names: Sequence[str] = ()
-) -> list[Row]:
+def measured(op: Any, case: Any, ceilings: Ceilings, names: Sequence[str] = ()) -> list[Row]:
     """Table rows of all implementations of an op (of those in `names`) in both directions:
     compiled, and timed if they fit. Rates count the work that any implementation has to do; the
     floor is its least time."""

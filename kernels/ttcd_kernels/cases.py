@@ -2,8 +2,7 @@
 in a process of its own.
 
 A job of such a process is a NamedTuple of texts; its row has the fields of the job and what was
-measured. A command that was interrupted goes on from its file: the row of a job that is there is
-not computed again, that of one which was lost with its process if the command wants it.
+measured. A command that was interrupted goes on from its file.
 """
 
 import concurrent.futures
@@ -16,7 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ttcd_kernels import launch, measure, verified
+import jax
+
+from ttcd_kernels import measure, verified
 from ttcd_kernels.decode import bench as decode
 from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.measure import FAILED, Row
@@ -30,9 +31,8 @@ def parser_of(
     command: str, about: str, ops: Sequence[str] = tuple(OPS), shapes: str | None = None
 ) -> ArgumentParser:
     """The options that commands share; `ops` and `shapes` are their defaults."""
-    parser = ArgumentParser(
-        prog=f"python -m ttcd_kernels.{command}", description=about, allow_abbrev=False
-    )
+    program = f"python -m ttcd_kernels.{command}"
+    parser = ArgumentParser(program, description=about, allow_abbrev=False)
     parser.add_argument("--op", choices=OPS, nargs="+", default=[*ops], help="kernels of these ops")
     parser.add_argument("--json", type=Path, help="file for the report, written as it grows")
     if shapes is not None:
@@ -43,7 +43,8 @@ def parser_of(
 
 
 def parsed(parser: ArgumentParser, arguments: list[str] | None) -> Namespace:
-    """The options, where JAX finds a device; processes that a command starts share a GPU."""
+    """The options; processes that a command starts share a GPU. Ends the command where JAX finds no
+    device, or refuses its variables."""
     options = parser.parse_args(arguments)
     if "shapes" in options:
         known = [case.name for op in options.op for case in OPS[op].SHAPES[options.shapes]]
@@ -54,7 +55,12 @@ def parsed(parser: ArgumentParser, arguments: list[str] | None) -> Namespace:
         parser.error(f"--json: no folder {options.json.parent}; create it first")
     if "job" in options:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    launch.check_devices()
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError, ValueError) as error:
+        chosen, cause = os.environ.get("JAX_PLATFORMS"), str(error) or "no such device"
+        print(f"error: JAX_PLATFORMS={chosen}: {cause.splitlines()[0]}: unset it", file=sys.stderr)
+        raise SystemExit(2) from None
     return options
 
 
@@ -135,14 +141,13 @@ def in_process(program: Sequence[str], job: Any, seconds: float) -> Row:
     gives no result in so many seconds."""
     command = [sys.executable, *program, "--job", *job]
     env = os.environ | {"JAX_TRACEBACK_FILTERING": "off"}  # the last line is the error's
+    options: Any = {"capture_output": True, "text": True, "check": True}
     try:
-        process = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, env=env, check=False
-        )
+        process = subprocess.run(command, timeout=seconds, env=env, **options)
+        return json.loads(process.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return job._asdict() | {"note": f"{_LOST}after {seconds:g} seconds"}
-    if process.returncode:
-        lines = process.stderr.strip().splitlines() or [""]
-        why = f"(exit status {process.returncode}): {lines[-1][:120]}"
-        return job._asdict() | {"note": f"{_LOST}{why}"}
-    return json.loads(process.stdout.splitlines()[-1])
+        why = f"after {seconds:g} seconds"
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or [""]
+        why = f"(exit status {error.returncode}): {lines[-1][:120]}"
+    return job._asdict() | {"note": f"{_LOST}{why}"}

@@ -20,7 +20,6 @@ from ttcd_kernels.cases import OPS
 from ttcd_kernels.measure import FAILED, Row
 from ttcd_kernels.table import format_table
 
-PROGRAM = ("-m", "ttcd_kernels.check")
 GPU_KERNELS = ("triton", "mosaic")
 
 
@@ -57,7 +56,8 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"nothing to check: no op has an implementation {names} here")
     gpu = launch.capability()
     store = cases.Store(parser, options.json, Job, capability=gpu)
-    for _ in store.run(PROGRAM, store.left(jobs, has_lost=True), options.timeout):
+    program, left = ("-m", "ttcd_kernels.check"), store.left(jobs, has_lost=True)
+    for _ in store.run(program, left, options.timeout):
         pass
     rows = [store[job] for job in jobs]
     print(format_table(rows), *advice(gpu, rows), sep="\n", flush=True)

@@ -2,9 +2,7 @@
 
 import contextlib
 import importlib.util
-import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -28,16 +26,6 @@ def compiling_for(capability: int) -> Iterator[None]:
         yield
     finally:
         _CAPABILITY.reset(token)
-
-
-def check_devices() -> None:
-    """Ends a command with one line where JAX finds no device, or refuses its variables."""
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError, ValueError) as error:
-        chosen, cause = os.environ.get("JAX_PLATFORMS"), str(error) or "no such device"
-        print(f"error: JAX_PLATFORMS={chosen}: {cause.splitlines()[0]}: unset it", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def capability(*arrays: Any) -> int | None:
@@ -88,10 +76,8 @@ def unsupported(dtypes: Sequence[str], head_dims: Iterable[int], **arrays: Opera
         return f"head dim {head_dim} is not one of {', '.join(map(str, head_dims))}"
     found = [x.dtype.name for x in arrays.values()]
     if len(set(found)) != 1 or found[0] not in dtypes:
-        names = ", ".join(arrays)
-        return (
-            f"{names} are {', '.join(found)}: they must be of one dtype out of {', '.join(dtypes)}"
-        )
+        names, got, known = map(", ".join, (arrays, found, dtypes))
+        return f"{names} are {got}: they must be of one dtype out of {known}"
     return unavailable(*arrays.values())
 
 

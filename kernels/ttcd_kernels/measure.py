@@ -6,7 +6,6 @@ import importlib.metadata
 import math
 import os
 import platform
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 type Row = dict[str, Any]  # a table's row: values by column
+type Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]  # a function, its operands
 MILLISECOND, MIB, TERA = 1e-3, 2**20, 1e12
 FAILED = "failed: "  # the note of an implementation that refused, or is wrong
 
@@ -38,8 +38,7 @@ def median_seconds[Name: Hashable](
         first = _seconds(program, 1)  # also the warm-up
         calls[name] = min(max(math.ceil(_MIN_SAMPLE_SECONDS / first), 1), _MAX_CALLS)
     rows = [[_seconds(programs[name], n) for name, n in calls.items()] for _ in range(rounds)]
-    times = zip(*rows, strict=True)
-    return {name: statistics.median(x) for name, x in zip(programs, times, strict=True)}
+    return dict(zip(programs, np.median(rows, 0).tolist(), strict=True))
 
 
 def _seconds(program: Callable[[], Any], calls: int) -> float:
@@ -85,9 +84,6 @@ def directions(op: Any, case: Any) -> dict[str, Callable[..., Any]]:
     """By name what makes a function of all operands from one of q, k and v: `forward` and, where
     the operands include cotangents, `fwd + bwd`: the results, and the gradients of q, k and v."""
 
-    def forward(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda q, k, v, *_: function(q, k, v)
-
     def gradient(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(q: jax.Array, k: jax.Array, v: jax.Array, *cotangents: jax.Array) -> Any:
             results, pull = jax.vjp(function, q, k, v)
@@ -95,8 +91,9 @@ def directions(op: Any, case: Any) -> dict[str, Callable[..., Any]]:
 
         return run
 
+    forward = {"forward": lambda function: lambda q, k, v, *_: function(q, k, v)}
     has_cotangents = len(op.operand_shapes(case)) > 3
-    return {"forward": forward} | ({"fwd + bwd": gradient} if has_cotangents else {})
+    return forward | ({"fwd + bwd": gradient} if has_cotangents else {})
 
 
 class Work(NamedTuple):

@@ -1,9 +1,6 @@
 """L2 normalisation of keys, x / max(|x|, 1e-6), with a chosen gradient at zero, for the kernels and
 for layers without one."""
 
-import functools
-from typing import cast
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -19,12 +16,10 @@ def l2_normalize(x: Float[Array, "... X"], zero_slope: float = 1.0) -> Float[Arr
     `zero_slope` times the identity: the exact one there is 1e6 (`PUBLISHED_ZERO_SLOPE`), which lets
     one zero vector dominate the global gradient norm.
     """
-    return cast(jax.Array, _l2_normalize(x, zero_slope))
+    return _l2_normalize(x, zero_slope)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _l2_normalize(x: jax.Array, zero_slope: float) -> jax.Array:
-    return _normalize(x)[0].astype(x.dtype)
+_l2_normalize = jax.custom_jvp(lambda x, _: _normalize(x)[0].astype(x.dtype), nondiff_argnums=(1,))
 
 
 def _normalize(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

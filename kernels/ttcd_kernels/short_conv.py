@@ -103,15 +103,14 @@ def short_conv_residual(
     Raises:
         ValueError: shapes that do not fit, naming both.
     """
-    z, taps = z_teacher.shape, teacher_taps.shape
-    if z != z_student.shape:
+    z, other = z_teacher.shape, z_student.shape
+    if z != other:
+        raise ValueError(f"z_teacher has shape {z} and z_student {other}: they must be equal")
+    taps, other = teacher_taps.shape, student_taps.shape
+    if taps != other:
         raise ValueError(
-            f"z_teacher has shape {z} and z_student {z_student.shape}: they must be equal"
-        )
-    if taps != student_taps.shape:
-        raise ValueError(
-            f"teacher_taps have shape {taps} and student_taps {student_taps.shape}: they must be "
-            "equal; pad the shorter ones with zeros"
+            f"teacher_taps have shape {taps} and student_taps {other}: they must be equal; "
+            "pad the shorter ones with zeros"
         )
     before = _before(teacher_taps, is_causal)
     target = cast(jax.Array, _convolve(before, z_teacher, teacher_taps, segment_ids))

@@ -25,9 +25,8 @@ def format_table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> s
     widths = [max(map(len, column)) for column in zip(names, *body, strict=True)]
     signs = [">" if is_numeric else "<" for _, is_numeric in header]
     lines = names, ["-" * width for width in widths], *body
-    return "\n".join(
-        "  ".join(map("{:{}{}}".format, line, signs, widths)).rstrip() for line in lines
-    )
+    texts = ("  ".join(map("{:{}{}}".format, line, signs, widths)) for line in lines)
+    return "\n".join(map(str.rstrip, texts))
 
 
 def cells(

@@ -26,7 +26,6 @@ from ttcd_kernels.cases import OPS
 from ttcd_kernels.measure import MILLISECOND, Row, over
 from ttcd_kernels.table import format_table
 
-PROGRAM = ("-m", "ttcd_kernels.tune")
 TABLE = "the table's"
 _GAIN = 0.97  # of the table's time: less is not noise
 _COMPILING, _TIMING, _LONGEST = 60, 30, 300  # seconds after which a process hangs
@@ -59,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     left = store.left(jobs(options))
     print(f"{len(left)} tiles to try, {len(store)} tried before", flush=True)
     with tempfile.NamedTemporaryFile() as turn:
-        program = (*PROGRAM, "--turn", turn.name)
+        program = ("-m", "ttcd_kernels.tune", "--turn", turn.name)
         for row in store.run(program, left, _LONGEST, _at_once(options)):
             shown = row["note"] if row.get("ms") is None else f"{row['ms']:.4g} ms"
             print(row["case"], row["kernel"], row["tile"], shown, sep="  ", flush=True)

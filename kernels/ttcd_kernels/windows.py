@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int, Shaped
 Queries = Float[Array, "B T N H"]
 Keys = Float[Array, "B S K H"]
 Ids = Int[Array, "B S"]
-# Those of decode attention, besides q [B, N, H].
+# Those of decode attention.
+Query = Float[Array, "B N H"]
 Cache = Float[Array, "B W K H"]
 Position = Int[Array, " B"]
 # (teacher out, student out, teacher lse, student lse); in decode attention without the axis T
@@ -29,9 +30,7 @@ class Windows(NamedTuple):
 
     def within(self, num_keys: int) -> "Windows":
         """The windows, no longer than the keys."""
-        return self._replace(
-            teacher=min(self.teacher, num_keys), student=min(self.student, num_keys)
-        )
+        return Windows(min(self.teacher, num_keys), min(self.student, num_keys), self.scale)
 
 
 def checked(

@@ -59,9 +59,8 @@ def test_fields_of_rows_and_their_indices(kind):
         types = {name: str(value.dtype) for name, value in row.items()}
         integers = dict.fromkeys(["tokens", "targets", "segment_ids", "positions"], "int32")
         assert types == integers | {"loss_mask": "bool"}
-    for index in (-1, len(rows)):
-        with pytest.raises(IndexError):
-            rows[index]
+    with pytest.raises(IndexError):
+        rows[len(rows)]
 
 
 def test_a_row_takes_its_tokens_and_a_target():

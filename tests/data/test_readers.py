@@ -30,7 +30,7 @@ from ttcd_jax.data.corpus import input_bytes, stream_documents
 from ttcd_jax.data.documents import LeftOut, glob_of, read_documents
 from ttcd_jax.data.records import MANIFEST, verify_records
 from ttcd_jax.data.sources import RecordsConfig
-from ttcd_jax.data.tokenizer import JsonTokenizer, train_tokenizer
+from ttcd_jax.data.tokenizer import build_tokenizer, tokenizer_of, train_tokenizer
 from ttcd_jax.errors import DataError, UserError
 
 TEXTS = ["\ufeffa mark", "größe 日本 🧮", None, "a\r\nb\r\n", "", "x" * 70]
@@ -63,7 +63,7 @@ def _records(folder: Path, _: str) -> list[bytes]:
 
 
 def _tokens(path: Path, _: str) -> list[bytes]:
-    tokenizer = JsonTokenizer(str(path))
+    tokenizer = build_tokenizer(tokenizer_of(path))
     ids = tokenizer.encode("some text")
     tokenizer.num_bytes(np.minimum(ids, tokenizer.vocab_size - 1))
     return [ids.tobytes()]
@@ -111,7 +111,7 @@ def _write_records(folder: Path) -> Path:
 
 
 def _write_tokenizer(folder: Path) -> Path:
-    (folder / "tokenizer.json").write_text(train_tokenizer([b"some text of words"] * 3, 262))
+    (folder / "tokenizer.json").write_text(train_tokenizer(["some text of words"] * 3, 262))
     return folder / "tokenizer.json"
 
 

@@ -7,7 +7,7 @@ from checks import refused
 from tokenizers import decoders, models, pre_tokenizers
 
 from ttcd_jax.data import tokenizer as module
-from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, TokenizerConfig, train_tokenizer
+from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError, ResourceError
 from ttcd_jax.tokens import check_tokens
 
@@ -22,6 +22,10 @@ def _byte_level_file(tmp_path, special: str) -> str:
     tokenizer.enable_padding(length=100)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     return str(tmp_path / "tokenizer.json")
+
+
+def _opened(path):
+    return module.build_tokenizer(TokenizerConfig(kind="json", path=str(path)))
 
 
 @pytest.mark.parametrize("kind", ["byte", "json"])
@@ -52,7 +56,7 @@ def test_num_bytes_of_sentencepiece_pieces(tmp_path):
     source = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
     source.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
     source.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = JsonTokenizer(str(tmp_path / "tokenizer.json"))
+    tokenizer = _opened(tmp_path / "tokenizer.json")
     assert tokenizer.num_bytes([[0, 1], [2, 3]]).tolist() == [[0, 0], [1, 4]]
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 5)
 
@@ -88,7 +92,7 @@ def test_what_is_no_tokenizer_or_no_text_of_it(tmp_path, content, words):
     elif content:
         path = _byte_level_file(tmp_path, content)
     text = b"ab\xff" if "UTF-8" in words else "abc"
-    refused(words, lambda: JsonTokenizer(str(path)).encode(text), error=DataError)
+    refused(words, lambda: _opened(path).encode(text), error=DataError)
 
 
 def test_the_first_token_outside_the_vocabulary_is_named():
@@ -134,20 +138,20 @@ def test_a_long_text_is_encoded_in_pieces_where_words_end(
     words, change, is_divisible, tmp_path, monkeypatch
 ):
     path = tmp_path / "tokenizer.json"
-    path.write_text(train_tokenizer([LONG], 400))
+    path.write_text(module.train_tokenizer([LONG.decode()], 400))
     source = json.loads(path.read_text())
     added = {"added_tokens": source["added_tokens"] + change.get("added_tokens", [])}
     source |= {"pre_tokenizer": json.loads(words.__getstate__())} | change | added
     path.write_text(json.dumps(source))
-    whole = JsonTokenizer(str(path)).encode(LONG)
+    whole = _opened(path).encode(LONG)
     monkeypatch.setattr(module, "_PIECE_BYTES", 100)
-    pieces = list(JsonTokenizer(str(path)).encode_pieces(LONG))
+    pieces = list(_opened(path).encode_pieces(LONG))
     assert (len(pieces) > 20, len(pieces) == 1) == (is_divisible, not is_divisible)
     np.testing.assert_array_equal(np.concatenate(pieces), whole)
     words = f"not UTF-8 at byte {len(LONG)} of {len(LONG) + 1}"
-    refused(words, JsonTokenizer(str(path)).encode, LONG + b"\xff", error=DataError)
+    refused(words, _opened(path).encode, LONG + b"\xff", error=DataError)
     if not is_divisible:
         monkeypatch.setattr(module, "_LARGE_PIECES", 1)
         monkeypatch.setattr("os.sysconf", lambda name: 100)
         words = "of memory, and there are |: divide the document"
-        refused(words, JsonTokenizer(str(path)).encode, LONG, error=ResourceError)
+        refused(words, _opened(path).encode, LONG, error=ResourceError)

@@ -14,7 +14,7 @@ from flax import nnx
 from small_models import byte_model
 
 from ttcd_jax.data.records import sealed
-from ttcd_jax.data.tokenizer import JsonTokenizer, train_tokenizer
+from ttcd_jax.data.tokenizer import build_tokenizer, tokenizer_of, train_tokenizer
 from ttcd_jax.interop.reference_config import export_reference
 from ttcd_jax.interop.weight_files import SINGLE, open_weights, write_safetensors
 from ttcd_jax.methods.ipttcd import MemoryConfig
@@ -96,19 +96,19 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
     model = json.loads((run_dir / "config.json").read_text())["model"]
     theirs = json.loads((start / "config.json").read_text())["model"]
     assert model == theirs | {"remat": "block"}
-    first, trained = load_params(run_dir, 0), load_params(run_dir)
-    np.testing.assert_array_equal(first.params["embedding"], load_params(start).params["embedding"])
-    assert trained.step == 2
-    assert np.abs(trained.params["embedding"] - first.params["embedding"]).max() > 0
+    (first, *_), (trained, config, step) = load_params(run_dir, 0), load_params(run_dir)
+    np.testing.assert_array_equal(first["embedding"], load_params(start)[0]["embedding"])
+    assert step == 2
+    assert np.abs(trained["embedding"] - first["embedding"]).max() > 0
     start.rename(tmp_path / "gone")  # the run no longer needs it
     assert "complete at step 2" in _launch(run_dir, *bindings)
     commands.output(*EXPORT, run_dir, tmp_path / "out", "--dtype=float16")
     head = open_weights(tmp_path / "out")["model.embeddings.weight"]
-    np.testing.assert_array_equal(head, np.asarray(trained.params["embedding"], np.float16))
+    np.testing.assert_array_equal(head, np.asarray(trained["embedding"], np.float16))
     alone = RunDirectory(run_dir).checkpoints
     shutil.rmtree(alone)
-    with contextlib.closing(Checkpoints(alone, model=trained.config)) as checkpoints:
-        checkpoints.save(2, {"params": trained.params})
+    with contextlib.closing(Checkpoints(alone, model=config)) as checkpoints:
+        checkpoints.save(2, {"params": trained})
     more = tiny_run.params(*SMALL, *bindings, "STEPS=4")
     line = ("launch", "--gin=continue.gin", f"--run_dir={run_dir}", "--change=RunConfig.steps")
     assert "start_from" in commands.refused(*line, *more, status=4)
@@ -116,11 +116,11 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
 
 def test_a_tokenizer_is_copied_and_a_text_of_other_tokens_refused(checkpoint, text, tmp_path):
     shutil.copytree(checkpoint, folder := tmp_path / "in")
-    tokenizer = json.loads(train_tokenizer([b"the dog"], MODEL.vocab_size))
+    tokenizer = json.loads(train_tokenizer(["the dog"], MODEL.vocab_size))
     pad = {"id": MODEL.vocab_size, "content": "<pad>"}
     tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | pad)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    expected = JsonTokenizer(str(folder / "tokenizer.json")).encode("the dog")
+    expected = build_tokenizer(tokenizer_of(folder / "tokenizer.json")).encode("the dog")
     found = commands.output(*IMPORT, folder, tmp_path / "run")
     assert f"the model {MODEL.vocab_size}: a text with one of the others is refused" in found
     (folder / "tokenizer.json").unlink()

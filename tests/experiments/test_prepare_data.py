@@ -17,7 +17,7 @@ from damage import flip_bit
 
 from ttcd_jax import units
 from ttcd_jax.data.records import open_records, read_manifest
-from ttcd_jax.data.tokenizer import JsonTokenizer
+from ttcd_jax.data.tokenizer import build_tokenizer, tokenizer_of
 from ttcd_jax.run.directory import load_run
 
 
@@ -69,7 +69,7 @@ def test_records_are_the_text_for_every_number_of_processes(text, tokenizer, rec
     entry = read_manifest(records)["splits"]["train"]
     assert f"train: {entry['num_documents']} documents" in out
     assert os.listdir(tmp_path) == ["records"]
-    encoder, found = JsonTokenizer(str(tokenizer)), []
+    encoder, found = build_tokenizer(tokenizer_of(tokenizer)), []
     for documents in (open_records(records, split) for split in ("train", "validation")):
         sizes = enumerate(documents.sizes)
         found += [encoder.decode(documents.read(index, 0, size)) for index, size in sizes]
@@ -167,8 +167,8 @@ def test_a_stopped_command_is_continued_or_clears_up(tmp_path, stop):
         ("", 2, "pass one of --tokenizer, --train_tokenizer, --verify (0 are given)"),
         ("--tokenizer=byte --verify=x", 2, "(2 are given)"),
         ("--tokenizer=byte --input=x", 2, "--tokenizer also needs --output"),
-        ("--tokenizer=byte --input=/absent {out}", 2, "no file or folder at --input"),
-        ("--tokenizer=byte --input=/dev/null {out}", 2, "no file or folder at"),
+        ("--tokenizer=byte --input=/absent {out}", 3, "no file or folder at /absent: give"),
+        ("--tokenizer=byte --input=/dev/null {out}", 3, "no file or folder at"),
         ("--tokenizer=byte {in} --output={text}", 2, "exists and is not an empty folder"),
         ("--train_tokenizer=300 {in} --output={json}", 2, ".json exists: choose"),
         ("--train_tokenizer=100 {in} {out}", 2, "take 258 or more"),

@@ -12,7 +12,7 @@ from hugging_face.make import drawn
 from small_models import config_of
 
 from ttcd_jax.files import write_whole
-from ttcd_jax.interop.hugging_face import export_hugging_face
+from ttcd_jax.interop.hugging_face import MODELING, export_hugging_face, is_own
 from ttcd_jax.interop.weight_files import write_safetensors
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
@@ -83,7 +83,10 @@ def params_of(config):
 def write(name, folder, max_bytes=10**9, **changes):
     """The exported checkpoint."""
     config = MODELS[name].replace(**changes)
-    tensors, files = export_hugging_face(params_of(config), config, length=64)
+    tensors, text = export_hugging_face(params_of(config), config, max_position_embeddings=64)
+    files = {"config.json": text} | (
+        {MODELING.name: MODELING.read_text()} if is_own(config) else {}
+    )
     folder.mkdir(parents=True)
     write_safetensors(folder, tensors, max_bytes)
     for file, content in files.items():

@@ -263,10 +263,10 @@ def test_needles_are_read_back_as_one_pass_answers_them():
     rows = rows._replace(values=np.asarray(logits.argmax(-1)).reshape(8, 3))
     model = inference_model(model)
     for by in ("decode", "prefill"):
-        near, far = read_back(model, rows, [8, 4], by=by)
+        near, far = read_back(model, rows, [8, 4], "kept", by)
         assert (far.distance, far.queries, far.accuracy) == ("8", 24, 1.0)
         assert (near.distance, near.accuracy < 1) == ("4", True)
-    (published,) = read_back(model, rows, [8], "published")
+    (published,) = read_back(model, rows, [8], "published", "decode")
     assert published.accuracy < 1
 
 

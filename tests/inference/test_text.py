@@ -5,7 +5,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, train_tokenizer
+from ttcd_jax.data.tokenizer import ByteTokenizer, build_tokenizer, tokenizer_of, train_tokenizer
 from ttcd_jax.inference.text import TextStream, typed
 
 TEXT = "def größe(x):\n    return x  # 日本語 👩‍🚀🎉 ends. A \ufffd stays; 日日日日日日日日\n"
@@ -19,7 +19,7 @@ def _saved(folder, model, decoder, pre_tokenizer=None):
     if pre_tokenizer is not None:
         tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.save(str(folder / "tokenizer.json"))
-    return JsonTokenizer(str(folder / "tokenizer.json"))
+    return build_tokenizer(tokenizer_of(folder / "tokenizer.json"))
 
 
 def _byte_fallback(folder):
@@ -38,8 +38,8 @@ def _word_pieces(folder):
 
 
 def _byte_level(folder):
-    (folder / "tokenizer.json").write_text(train_tokenizer([TEXT.encode()], 290))
-    return JsonTokenizer(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(train_tokenizer([TEXT], 290))
+    return build_tokenizer(tokenizer_of(folder / "tokenizer.json"))
 
 
 def _across_characters(folder):

@@ -155,7 +155,7 @@ def test_an_import_is_a_run_in_the_dtype_of_its_files(write, tmp_path):
     extra = {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2)}
     folder = write("qwen2", ml_dtypes.bfloat16, 8_000, extra, made_up=1)
     assert len([*folder.glob("*.safetensors")]) > 3
-    (folder / "tokenizer.json").write_text(train_tokenizer([b"some text"], 260)[:-1] + "}")
+    (folder / "tokenizer.json").write_text(train_tokenizer(["some text"], 260)[:-1] + "}")
     texts = {"generation_config.json": '{"eos_token_id": [7, 1], "bos_token_id": 0}'}
     texts["chat_template.jinja"] = "{{ messages }} \N{SNOWMAN}"
     for name, text in texts.items():

@@ -12,7 +12,7 @@ from corpora import json_lines, text_file
 
 from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.packing import encode_documents
-from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, train_tokenizer
+from ttcd_jax.data.tokenizer import ByteTokenizer, build_tokenizer, tokenizer_of, train_tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.measure import by_document
 from ttcd_jax.measure.by_document import Means, Selection, means_of, means_over_documents, select
@@ -125,12 +125,12 @@ def test_what_is_no_manifest_is_refused_and_that_of_the_authors_is_read(tmp_path
 
 
 def test_a_tokenizer_has_one_digest(tmp_path):
-    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
-    (tmp_path / "a.json").write_text(train_tokenizer([b"some text"] * 3, 260))
-    tokenizer = tokenizers.Tokenizer.from_file(paths[0])
+    paths = [tmp_path / name for name in ("a.json", "b.json")]
+    paths[0].write_text(train_tokenizer(["some text"] * 3, 260))
+    tokenizer = tokenizers.Tokenizer.from_file(str(paths[0]))
     tokenizer.enable_truncation(4)
-    tokenizer.save(paths[1])
-    first, second = map(JsonTokenizer, paths)
+    tokenizer.save(str(paths[1]))
+    first, second = (build_tokenizer(tokenizer_of(path)) for path in paths)
     assert first.digest == second.digest != ByteTokenizer().digest
 
 

@@ -14,7 +14,7 @@ from ttcd_jax import BatchesConfig, RunConfig
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.run import build, layout
-from ttcd_jax.sharding.mesh import AXES, MeshConfig
+from ttcd_jax.sharding.mesh import AXES, MeshConfig, build_mesh
 from ttcd_jax.train.state import abstract_params
 
 RECIPES = sorted(
@@ -44,7 +44,7 @@ def test_a_recipe_divides_among_devices_a_row_of_32768_tokens_at_a_time(name):
 
 def test_short_rows_are_computed_together_on_a_cpu_in_small_parts_with_unrolled_layers():
     config = recipe("quickstart.gin").replace(batch_size=256)
-    mesh, length = layout.run_mesh(config, jax.devices("cpu")[:1]), config.data.seq_len
+    mesh, length = build_mesh(MeshConfig(), jax.devices("cpu")[:1]), config.data.seq_len
     assert [_laid_out(config, n)[1] for n in (1, 8)] == [256 * length // layout.PART_TOKENS, 1]
 
     def chosen(mesh=mesh, model=config.model, **changes) -> tuple:

@@ -122,7 +122,7 @@ def test_what_makes_another_run_is_refused_though_named(claim):
 def test_moved_text_goes_on_and_one_of_another_tokenizer_does_not(tmp_path):
     text = corpora.text_folder(tmp_path / "old" / "text", ["some words on a line\n" * 50] * 40)
     old, moved = Path(text.path).parent, tmp_path / "moved"
-    (old / "tokenizer.json").write_text(train_tokenizer([b"some words on a line"], 258))
+    (old / "tokenizer.json").write_text(train_tokenizer(["some words on a line"], 258))
 
     def line(folder):
         places = f"TEXT='{folder / 'text'}'", f"TokenizerConfig.path='{folder / 'tokenizer.json'}'"

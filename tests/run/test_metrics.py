@@ -96,7 +96,8 @@ def test_they_are_measured_where_they_are_due_on_the_parameters_of_the_loss():
         lambda state, batch: ({"params": state["params"] + 1}, {"loss": batch["tokens"]}),
         [lambda params, batch: {"gap": params * 10 + batch["tokens"]}],
         start=3,
-        is_due=lambda done: done in (5, 6),
+        every=5,
+        last=6,
     )
     state = {"params": 3}
     for batch in range(4):

@@ -34,7 +34,7 @@ def run_dir(tmp_path_factory):
 
 
 def test_the_model_is_the_one_configured_so_with_the_same_parameters(run_dir):
-    params = load_params(run_dir).params
+    params = load_params(run_dir)[0]
     before = np.asarray(with_params(MODEL, params)(jnp.asarray(TOKENS)))
     for changes, expected, num_equal in [
         (["TransformerConfig.window=None"], MODEL.replace(window=None), 8),

@@ -73,7 +73,7 @@ def run_of_window(run_of, plain):
     """Model, run directory and logits of a plain transformer, with a window and without."""
     full = PLAIN.replace(method="full", window=None)
     pairs = (PLAIN, plain), (full, str(run_of(full)))
-    return {x.window: (x, path, logits(x, load_params(path).params)) for x, path in pairs}
+    return {x.window: (x, path, logits(x, load_params(path)[0])) for x, path in pairs}
 
 
 def logits(model, params):
@@ -172,8 +172,8 @@ def test_what_is_left_over_or_has_another_shape_is_refused_unless_allowed_by_nam
     plan = plan_start(config)
     assert (len(plan.dropped), plan.initialised) == (9, ("embedding",))
     assert {"initialised: embedding", "dropped: layers/0,3/mlp/rate"} < {*plan.lines()}
-    params, stored = started_state(build.Program(config))[-1]["params"], load_params(run_dir)
-    ours, theirs = unstacked(config.model, by_name(params)), unstacked(fast, by_name(stored.params))
+    params, stored = started_state(build.Program(config))[-1]["params"], load_params(run_dir)[0]
+    ours, theirs = unstacked(config.model, by_name(params)), unstacked(fast, by_name(stored))
     assert ours["embedding"].shape == (11, 16)
     assert_same(ours["layers/0/mlp/down"], theirs["layers/0/mlp/down"])
 

@@ -17,7 +17,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from ttcd_jax import Precision, train_run
 from ttcd_jax.run.directory import METRICS
 from ttcd_jax.run.reporting import MetricFiles, read_metrics, reporter
-from ttcd_jax.run.trackers import Guarded, named
+from ttcd_jax.run.trackers import TRACKERS, Guarded
 from ttcd_jax.train.watchdog import Watchdog
 
 MODEL = config_of("ipttcd", num_layers=1, precision=Precision())
@@ -73,7 +73,7 @@ def test_a_record_that_is_written_again_is_told_from_another_of_its_step(tmp_pat
 
 def test_a_package_that_is_missing_is_named_with_its_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refused("pip install 'ttcd-jax[wandb]'", named, ("wandb",))
+    refused("pip install 'ttcd-jax[wandb]'", TRACKERS["wandb"])
 
 
 def _records(run_dir):

@@ -274,7 +274,7 @@ def check_files(run: Run, whole: Run) -> None:
     except UserError as error:
         raise Broken(str(error)) from error
     with jax.enable_x64(True):
-        ours, theirs = (jax.tree.leaves(load_params(x.path).params) for x in (run, whole))
+        ours, theirs = (jax.tree.leaves(load_params(x.path)[0]) for x in (run, whole))
     most = max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(ours, theirs, strict=True))
     if most > (0.0 if run.exact == STEPS else TOLERANCE):
         raise Broken(f"the parameters of {run.path} differ by {most}")

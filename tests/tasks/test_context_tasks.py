@@ -16,7 +16,7 @@ from small_models import config_of
 
 from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.sources import TextConfig
-from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, TokenizerConfig, train_tokenizer
+from ttcd_jax.data.tokenizer import ByteTokenizer, build_tokenizer, tokenizer_of, train_tokenizer
 from ttcd_jax.errors import DataError
 from ttcd_jax.measure import by_document
 from ttcd_jax.measure.results import evaluate, merged
@@ -178,11 +178,12 @@ def test_the_default_text_is_held_out_by_the_run(subject, tmp_path):
     text_folder(tmp_path / "train", lines[4:])
     text_folder(tmp_path / "validation", lines[:4])
     path = tmp_path / "tokenizer.json"
-    path.write_text(train_tokenizer([x.encode() for x in lines], 300))
-    tokenizer = JsonTokenizer(str(path))
+    path.write_text(train_tokenizer(lines, 300))
+    config = tokenizer_of(path)
+    tokenizer = build_tokenizer(config)
     data = TextConfig(
         corpus=CorpusConfig(kind="text", path=str(tmp_path)),
-        tokenizer=TokenizerConfig(kind="json", path=str(path)),
+        tokenizer=config,
         seq_len=32,
     )
     model = _model("ipttcd", vocab_size=300)

@@ -21,7 +21,7 @@ from tiny_run import save_text_model
 
 from experiments import harness
 from experiments.harness import RunLM
-from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
+from ttcd_jax.data.tokenizer import ByteTokenizer, build_tokenizer, tokenizer_of
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.measure.harness import Refusals, ScorerLM, evaluate, load_tasks
@@ -139,7 +139,7 @@ def test_an_answer_inside_a_token_of_its_prompt_is_read_apart(scorer, tmp_path):
     words = {"<bos>": 0, "<eos>": 1, "x": 2, "m": 3, "e": 4, "mem": 5, "ory": 6, "memory": 7}
     model = tokenizers.models.WordPiece(words, unk_token="x", continuing_subword_prefix="")
     tokenizers.Tokenizer(model).save(str(path))
-    lm._tokenizer = JsonTokenizer(str(path), bos_id=0, eos_id=1)
+    lm._tokenizer = build_tokenizer(tokenizer_of(path).replace(bos_id=0, eos_id=1))
     whole, prompt, answer = map(lm.tok_encode, ("memory", "mem", "ory"))
     assert len(whole) <= len(prompt)  # nothing is left of it
     found = lm.loglikelihood(_requests("loglikelihood", ("mem", "ory"), ("mem", "x")))
@@ -371,7 +371,8 @@ def test_names_are_given_together_or_apart_and_rows_are_measured_by_task(folder)
 
 def test_runs_with_other_tasks_share_a_table_but_not_with_other_items():
     series = {x: [Score(x, "acc", 0.5, None, 0.25, 4, 0, 0)] for x in "ab"}
-    assert Harness.table(series) == [{"task": f"{x}, acc (%)", x: 50} for x in "ab"]
+    rows = [{"task": "a, acc (%)", "a": 50, "b": None}, {"task": "b, acc (%)", "a": None, "b": 50}]
+    assert Harness.table(series) == rows
     options = (Harness(**x).to_dict() for x in ({}, {"tasks": ("x",)}, {"limit": 3}))
     first, same, other = (Harness.comparable(x, []) for x in options)
     assert first == same != other

@@ -18,9 +18,8 @@ from checks import refused
 from ttcd_jax.errors import DataError
 from ttcd_jax.measure.results import Results, merged
 from ttcd_jax.measure.task import Subject
-from ttcd_jax.tasks.ruler import NIAH, TASKS, make_samples
-from ttcd_jax.tasks.ruler.prompts import Cell, Prompt, Sources, read_essay
-from ttcd_jax.tasks.ruler.task import Answered, Ruler, score
+from ttcd_jax.tasks.ruler.prompts import Cell, Drawing, Prompt, Sources, read_essay
+from ttcd_jax.tasks.ruler.task import NIAH, TASKS, Answered, Ruler, make_samples, score
 
 DATA = Path(__file__).parent / "data/ruler"
 # Of three prompts of 4,096 words, seed 7, joined by zero bytes: made by a second program, which
@@ -145,20 +144,21 @@ def test_paragraphs_of_the_same_article_come_before_others(tmp_path):
 
 
 def test_a_text_shrinks_to_a_step_and_is_drawn_until_it_fits():
-    cell, sizes = Cell("cwe", 1000, 100, 0, _words), []
+    cell, sizes, drawing = Cell("cwe", 1000, 100, 0, _words), [], Drawing((), 60, 25)
 
     def make(size):
         sizes.append(size)
         return Prompt("word " * (900 if len(sizes) == 3000 else 901 + len(sizes) % 2), [])
 
-    assert cell.fitted(make, 60, 25) == (Prompt("word " * 900, []), 1000)
+    assert cell.fitted(make, drawing) == (Prompt("word " * 900, []), 1000)
     assert sizes == [60, 35, 10, *[10] * 2997]
     sizes.clear()
-    assert cell.fitted(lambda n: Prompt("word " * 100 * max(n, 0), []), 17, 6, least=0)[1] == 600
+    to_zero = Drawing((), 17, 6, least=0)
+    assert cell.fitted(lambda n: Prompt("word " * 100 * max(n, 0), []), to_zero)[1] == 600
     too_long = lambda n: make(n) and Prompt("word " * 1001, [])  # noqa: E731
-    refused("cwe takes 1101 tokens |has 1000", cell.fitted, too_long, 60, 25)
+    refused("cwe takes 1101 tokens |has 1000", cell.fitted, too_long, drawing)
     assert len(sizes) == 102
-    refused("cwe takes more tokens", cell.fitted, lambda n: None, 60, 25)
+    refused("cwe takes more tokens", cell.fitted, lambda n: None, drawing)
 
 
 def test_the_score_counts_answers_or_takes_one():
@@ -326,7 +326,7 @@ def test_a_task_without_its_source_is_left_out_of_a_group_and_refused_by_name(
     assert "qa_1 is left out: the questions are those of dev-v2.0.json: pass --squad" in caplog.text
     for tasks, words in [
         ("qa_2", "pass --hotpot="),
-        ("niah,niah_single_3", "pass --essay=FILE"),
+        ("niah,niah_single_3", "pass --essay=PATH"),
         ("cwe", "cwe takes | has 100"),
         ("niah", "RULER has no task here (niah_single_1 is left out: |;"),
     ]:

@@ -21,13 +21,9 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 MAX_TEXT_BYTES = 2**30  # of one split in memory
 
 # Installed packages and test suites differ between installations of one Python release.
-LEFT_OUT_OF_STDLIB = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-)
+LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 _CLAIM = {"lock", "environment.json", "data.json", "config.gin"}  # of a run that starts
-
-
 _BELOW = Bound(
     "a pattern below path, such as **/*.txt",
     lambda glob: (

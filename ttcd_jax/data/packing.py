@@ -139,9 +139,7 @@ class PackedRows:
         return int(self.starts[-1] - 1) // self.seq_len
 
     def __getitem__(self, index: int) -> Row:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        start = int(index) * self.seq_len
+        start = range(len(self))[index] * self.seq_len
         stop = start + self.seq_len + 1
         first, last = np.searchsorted(self.starts, [start, stop - 1], side="right") - 1
         origins = self.starts[first : last + 1]
@@ -192,22 +190,17 @@ class DocumentRows:
     def __len__(self) -> int:
         return int(self._before[-1])
 
-    def __getitem__(self, index: int) -> Row:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        return self._row(self._pieces(index))
-
     def _pieces(self, index: int) -> Iterable[int]:
         """The numbers of the pieces in a row."""
         return [index]
 
-    def _row(self, pieces: Iterable[int]) -> Row:
+    def __getitem__(self, index: int) -> Row:
         """The pieces one after another, each a segment, the last input of each with its target; the
         rest is padded with the eos id in segment 0, outside the loss."""
         tokens, targets = np.full((2, self.seq_len + 1), self.records.eos_id, np.int32)
         segments, positions = np.zeros((2, self.seq_len), np.int32)
         begin = 0
-        for segment, piece in enumerate(pieces, 1):
+        for segment, piece in enumerate(self._pieces(range(len(self))[index]), 1):
             document = int(np.searchsorted(self._before, piece, side="right")) - 1
             start = int(piece - self._before[document]) * self.seq_len
             first, last = self.records.starts[document : document + 2]

@@ -18,7 +18,7 @@ from ttcd_jax.data import records
 from ttcd_jax.data.corpus import CorpusConfig, EmptySplitError, Split, load_documents, manifest
 from ttcd_jax.data.packing import BestFitRows, DocumentRows, PackedRows, encode_documents
 from ttcd_jax.data.pipeline import ENDLESS, RowSource
-from ttcd_jax.data.records import TokenRecords
+from ttcd_jax.data.records import Metadata, TokenRecords
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import DataError, UserError
@@ -54,7 +54,7 @@ class MixedRows:
     def __init__(self, parts: Sequence[RowSource], stages: Sequence[tuple[int, Weights]]) -> None:
         self._parts = parts
         self._starts = [start for start, _ in stages]
-        self._weights = [_integers(weights) for _, weights in stages]
+        self._weights = [[int(x * (100 / min(filter(None, xs)))) for x in xs] for _, xs in stages]
         self._before = [[0] * len(parts)]  # rows of each part before each stage
         for stage, (start, stop) in enumerate(itertools.pairwise(self._starts)):
             drawn = _drawn(stop - start, self._weights[stage])
@@ -69,11 +69,6 @@ class MixedRows:
         drawn = _drawn(number, weights)
         part = next(i for i, n in enumerate(_drawn(number + 1, weights)) if n > drawn[i])
         return self._parts[part][self._before[stage][part] + drawn[part]]
-
-
-def _integers(weights: Weights) -> list[int]:
-    scale = 100 / min(weight for weight in weights if weight)
-    return [int(weight * scale) for weight in weights]
 
 
 def _drawn(num_rows: int, weights: list[int]) -> list[int]:
@@ -112,8 +107,6 @@ class WeightedConfig(configs.Config):
     weights: tuple[configs.PositiveFloat, ...] = ()
     stages: tuple[tuple[configs.NonNegative, tuple[configs.NonNegativeFloat, ...]], ...] = ()
     seq_len: Annotated[int, configs.AtLeast(2)]
-
-    rows_are_documents: ClassVar[bool] = False
 
     def check_weights(self, parts: str, num_parts: int) -> None:
         """Raises `UserError` for weights that are not one per part, and stages out of order."""
@@ -185,7 +178,7 @@ class RecordsConfig(WeightedConfig):
         """The tokenizer of the first folder."""
         return records.records_tokenizer(self.located()[0])
 
-    def manifests(self) -> list[dict[str, Any]]:
+    def manifests(self) -> list[Metadata]:
         """The manifest of each folder. Raises `DataError` if their tokenizers differ."""
         folders = self.located()
         first, *others = manifests = [records.read_manifest(folder) for folder in folders]
@@ -204,7 +197,7 @@ class RecordsConfig(WeightedConfig):
 
     def rows(
         self, seed: int, batch_size: int = 1, shuffle_seeds: Iterator[int] | None = None
-    ) -> tuple[RowSource, dict[str, Any]]:
+    ) -> tuple[RowSource, Metadata]:
         """(endless rows of the training splits, manifest). Every corpus takes one of
         `shuffle_seeds`: two of one size would otherwise be read in the same order."""
         found, shuffle_seeds = self.identity(), shuffle_seeds or itertools.count(seed)
@@ -215,7 +208,7 @@ class RecordsConfig(WeightedConfig):
         rows, num_rows = self.mixed(parts, batch_size, scale)
         return rows, found | {"num_rows": num_rows}
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Metadata:
         """The part of the manifest that identifies the records."""
         return {"kind": "records", "sha256": [manifest["sha256"] for manifest in self.manifests()]}
 
@@ -230,13 +223,11 @@ class TextConfig(configs.Config):
     packing: Packing = "concatenate"
     seq_len: Annotated[int, configs.AtLeast(2)]
 
-    rows_are_documents: ClassVar[bool] = False
-
     @property
     def vocab_size(self) -> int:
         return build_tokenizer(self.tokenizer).vocab_size
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Metadata:
         return manifest(self.corpus, load_documents(self.corpus, "train"))
 
     def open(self, split: Split) -> list[TokenRecords]:
@@ -246,7 +237,7 @@ class TextConfig(configs.Config):
 
     def rows(
         self, seed: int, batch_size: int = 1, shuffle_seeds: Iterator[int] | None = None
-    ) -> tuple[RowSource, dict[str, Any]]:
+    ) -> tuple[RowSource, Metadata]:
         documents = load_documents(self.corpus, "train")
         encoded = encode_documents(documents, build_tokenizer(self.tokenizer))
         rows, num_rows = corpus_rows(encoded, self, seed, next(shuffle_seeds or iter([seed])))
@@ -294,13 +285,13 @@ class MixtureConfig(WeightedConfig):
     def vocab_size(self) -> int:
         return self._alike[0].vocab_size
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Metadata:
         return {"kind": "mixture", "parts": [part.identity() for part in self._alike]}
 
     def open(self, split: Split) -> list[TokenRecords]:
         return _that_have(self._alike, lambda part: part.open(split))
 
-    def rows(self, seed: int, batch_size: int = 1) -> tuple[RowSource, dict[str, Any]]:
+    def rows(self, seed: int, batch_size: int = 1) -> tuple[RowSource, Metadata]:
         seeds = itertools.count(seed)
         parts = [part.rows(seed, shuffle_seeds=seeds) for part in self._alike]
         rows, num_rows = self.mixed([(x, found["num_rows"]) for x, found in parts], batch_size)
@@ -315,7 +306,6 @@ class BatchesConfig(configs.Config):
     seq_len: Annotated[int, configs.AtLeast(2)]
 
     vocab_size: ClassVar[int] = 0  # tokens are checked batch by batch
-    rows_are_documents: ClassVar[bool] = True
 
 
 DataConfig = TextConfig | RecordsConfig | MixtureConfig | RecallConfig | BatchesConfig
@@ -323,10 +313,8 @@ DataConfig = TextConfig | RecordsConfig | MixtureConfig | RecallConfig | Batches
 
 def text_data(data: dict[str, Any]) -> TextConfig | RecordsConfig | MixtureConfig | None:
     """The data configuration of a run as an object, if it is text."""
-    for config in (TextConfig, RecordsConfig, MixtureConfig):
-        if config.__name__ == data["type"]:
-            return config.from_dict(data)
-    return None
+    kinds = (x for x in (TextConfig, RecordsConfig, MixtureConfig) if x.__name__ == data["type"])
+    return next((kind.from_dict(data) for kind in kinds), None)
 
 
 def row_length(data: dict[str, Any]) -> int:
@@ -367,9 +355,7 @@ def text_records(
         raise
 
 
-def check_unchanged(
-    run_dir: str | os.PathLike[str], identity: Callable[[], dict[str, Any]]
-) -> None:
+def check_unchanged(run_dir: str | os.PathLike[str], identity: Callable[[], Metadata]) -> None:
     """Raises `DataError` unless the data are those of the run's manifest, if it has one.
     `identity`: of the data as they are now, the fields of a manifest that are to agree."""
     path = Path(run_dir) / MANIFEST

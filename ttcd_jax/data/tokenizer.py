@@ -100,21 +100,13 @@ class JsonTokenizer:
     """The tokenizer of a Hugging Face `tokenizer.json`, with the interface of `ByteTokenizer`.
 
     Raises `DataError` for a file that is missing or damaged, or has no bos or eos token; `encode`
-    raises it for bytes that are not UTF-8. `stop_ids`: the tokens that end a
-    generated text besides eos.
+    raises it for bytes that are not UTF-8.
     """
 
-    def __init__(
-        self,
-        path: str,
-        bos_id: int | None = None,
-        eos_id: int | None = None,
-        stop_ids: Sequence[int] = (),
-        adds_bos: bool = True,
-    ) -> None:
-        if not Path(path).is_file():
+    def __init__(self, config: TokenizerConfig) -> None:
+        if not (path := Path(config.path or "")).is_file():
             raise DataError(f"no tokenizer file at {path}; give the path of a tokenizer.json")
-        source = read_json(Path(path))
+        source = read_json(path)
         if not isinstance(source.get("model"), dict):
             raise DataError(f"{path} describes no tokenizer model; give a tokenizer.json")
         with library_errors(f"{path} describes no tokenizer"):
@@ -129,13 +121,13 @@ class JsonTokenizer:
         self._has_plain_text = source.get("normalizer") in (None, {"type": "NFC"}, _NO_NORMALIZER)
         self._is_byte_level = '"ByteLevel"' in json.dumps(source.get("decoder"))
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
-        self.bos_id = self._special("bos", bos_id, BOS_NAMES, path)
-        self.eos_id = self._special("eos", eos_id, EOS_NAMES, path)
-        self.stop_ids, self.adds_bos = tuple(stop_ids), adds_bos
+        self.bos_id = self._special("bos", config.bos_id, BOS_NAMES, path)
+        self.eos_id = self._special("eos", config.eos_id, EOS_NAMES, path)
+        self.stop_ids, self.adds_bos = config.stop_ids, config.adds_bos
         if self.vocab_size > _MOST_IDS:
             raise DataError(f"{path} has id {self.vocab_size - 1:,}, ids end at {_MOST_IDS - 1:,}")
 
-    def _special(self, role: str, chosen: int | None, names: tuple[str, ...], path: str) -> int:
+    def _special(self, role: str, chosen: int | None, names: tuple[str, ...], path: Path) -> int:
         found = (chosen, *map(self._tokenizer.token_to_id, names))
         token_id = next((x for x in found if x is not None), None)
         if token_id is None:
@@ -169,7 +161,7 @@ class JsonTokenizer:
         for start, stop in itertools.pairwise(self._cuts(text)):
             if stop - start > _LARGE_PIECES * _PIECE_BYTES:
                 _check_memory(stop - start)
-            piece = _decoded(text, start, stop)
+            piece = decoded(text, start, stop)
             with library_errors("the tokenizer cannot encode the text"):
                 encoding = self._tokenizer.encode(piece, add_special_tokens=False)
             yield np.array(encoding.ids, np.int32)
@@ -258,17 +250,13 @@ def library_errors(problem: str) -> Iterator[None]:
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer that `config` describes."""
-    if config.path is None:
-        return ByteTokenizer()
-    ends = config.bos_id, config.eos_id, config.stop_ids
-    return JsonTokenizer(config.path, *ends, config.adds_bos)
+    return ByteTokenizer() if config.path is None else JsonTokenizer(config)
 
 
-def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> str:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     """A `tokenizer.json` of byte-level BPE: every byte, the most frequent pairs of `texts`, a bos
     and an eos, `vocab_size` tokens in all (fewer, where the texts have fewer pairs). One text is in
-    memory at a time. Raises `DataError` for one that is not UTF-8, `UserError` for fewer than 258
-    tokens or more than 2^24."""
+    memory at a time. Raises `UserError` for fewer than 258 tokens or more than 2^24."""
     if vocab_size < (least := ByteTokenizer.vocab_size):
         raise UserError(
             f"a vocabulary of {vocab_size} does not hold all 256 bytes, bos and eos: take {least} "
@@ -278,17 +266,18 @@ def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> str:
         raise UserError(f"a vocabulary of {vocab_size} is too large: take {_MOST_IDS} or less")
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     options = {"show_progress": False, "special_tokens": [BOS_NAMES[0], EOS_NAMES[0]]}
-    tokenizer.train_from_iterator(map(_decoded, texts), vocab_size, min_frequency=0, **options)
+    tokenizer.train_from_iterator(texts, vocab_size, min_frequency=0, **options)
     return tokenizer.to_str(pretty=True)
 
 
-def _decoded(text: bytes, start: int = 0, stop: int | None = None) -> str:
+def decoded(text: bytes, start: int = 0, stop: int | None = None, name: str = "") -> str:
+    """A part of a text. Raises `DataError`, which begins with `name`, unless it is UTF-8."""
     try:
         return text[start:stop].decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"text is not UTF-8 at byte {start + error.start} of {len(text)}; convert it (iconv -f "
-            "LATIN1 -t UTF-8), leave the file out, or use the byte tokenizer"
+            f"{name}text is not UTF-8 at byte {start + error.start} of {len(text)}; convert it "
+            "(iconv -f LATIN1 -t UTF-8), leave the file out, or use the byte tokenizer"
         ) from error
 
 

@@ -47,11 +47,7 @@ def advance(
     cut = Cut(chunk_size, model.config.window)
     piece = Piece(state.position, lengths, phase, halo, has_gap, is_plain, h, cut)
     for graph, params, before in zip(model.blocks, model.layers, state.layers, strict=True):
-        params = jax.tree.map(
-            lambda weight: weight.replace(_whole(model, weight)),
-            params,
-            is_leaf=lambda x: isinstance(x, nnx.Variable),
-        )
+        params = nnx.map_state(lambda _, weight: weight.replace(_whole(model, weight)), params)
         h, after = nnx.merge(graph, params).extend(h, piece, before)
         h = constrain(h, "batch", "length", None)
         layers.append(after)

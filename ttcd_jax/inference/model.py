@@ -1,7 +1,6 @@
 """The model for inference: layers unstacked, matrices in the compute dtype."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -40,8 +39,7 @@ def inference_model(model: Transformer) -> InferenceModel:
     for slot in layer_slots(model.config):
         graph, params = nnx.split(getattr(getattr(model, slot.group), slot.block))
         graphs.append(graph)
-        rows = functools.partial(copy_of, row=slot.row)
-        layers.append(jax.tree.map(rows, params, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+        layers.append(nnx.map_state(lambda _, x, row=slot.row: copy_of(x, row), params))
     embedding, final_norm = copy_of(model.embedding), copy_of(model.final_norm)
     head = embedding if model.config.has_tied_head else copy_of(model.head)
     return InferenceModel(

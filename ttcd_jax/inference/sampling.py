@@ -7,7 +7,7 @@ seed and index alone, so a text depends neither on other rows nor on its row in 
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -37,25 +37,16 @@ class SamplingConfig(Config):
     seed: Annotated[int, Bound("between 0 and 2**32 - 1", lambda seed: 0 <= seed < 2**32)] = 0
 
 
-class Sampler(NamedTuple):
-    """The settings of all rows of a batch, as arrays [B]."""
-
-    temperature: jax.Array  # float32
-    top_k: jax.Array  # int32
-    top_p: jax.Array  # float32
-    min_p: jax.Array  # float32
-    repetition_penalty: jax.Array  # float32
-    seed: jax.Array  # uint32
+type Sampler = dict[str, jax.Array]  # by a field of `SamplingConfig`, of all rows [B]
 
 
 def batch_sampler(configs: Sequence[SamplingConfig]) -> Sampler:
-    """The settings of a batch, one configuration per row."""
+    """The settings of a batch, one configuration per row: int32 `top_k`, uint32 `seed`, float32."""
     dtypes = {"top_k": jnp.int32, "seed": jnp.uint32}
-    columns = {x: [getattr(config, x) for config in configs] for x in Sampler._fields}
+    names = [field.name for field in dataclasses.fields(SamplingConfig)]
+    columns = {x: [getattr(config, x) for config in configs] for x in names}
     columns["top_k"] = [_ALL_TOKENS if k is None else k for k in columns["top_k"]]
-    return Sampler(
-        **{x: jnp.array(column, dtypes.get(x, jnp.float32)) for x, column in columns.items()}
-    )
+    return {x: jnp.array(column, dtypes.get(x, jnp.float32)) for x, column in columns.items()}
 
 
 def sample(
@@ -64,17 +55,17 @@ def sample(
     """One token per row, int32; `seen`: the tokens that the repetition penalty counts, `index`: the
     position of the draw in the row's text (the same seed and index give the same noise). Computed
     in float32; sorted only if some row uses top-k, top-p or min-p."""
-    logits, penalty = logits.astype(jnp.float32), sampler.repetition_penalty[:, None]
+    logits, penalty = logits.astype(jnp.float32), sampler["repetition_penalty"][:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    is_greedy = (sampler.temperature == 0)[:, None]
+    is_greedy = (sampler["temperature"] == 0)[:, None]
     # Subtracting the largest logit keeps the likeliest tokens finite at any temperature.
     scores = logits - logits.max(-1, keepdims=True)
-    scores = scores / jnp.where(is_greedy, 1, sampler.temperature[:, None])
+    scores = scores / jnp.where(is_greedy, 1, sampler["temperature"][:, None])
     keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))
-    noise = jnp.where(is_greedy, 0, noise(keys(sampler.seed, index)))
-    cuts = (sampler.top_k < logits.shape[-1]) | (sampler.top_p < 1) | (sampler.min_p > 0)
-    any_cuts = jnp.any(cuts & (sampler.temperature > 0))
+    noise = jnp.where(is_greedy, 0, noise(keys(sampler["seed"], index)))
+    cuts = (sampler["top_k"] < logits.shape[-1]) | (sampler["top_p"] < 1) | (sampler["min_p"] > 0)
+    any_cuts = jnp.any(cuts & (sampler["temperature"] > 0))
     return jax.lax.cond(any_cuts, _draw_of_kept, _draw, scores, noise, sampler)
 
 
@@ -85,7 +76,7 @@ def _draw(scores: jax.Array, noise: jax.Array, sampler: Sampler) -> jax.Array:
 def _draw_of_kept(scores: jax.Array, noise: jax.Array, sampler: Sampler) -> jax.Array:
     """The draw among the tokens that top-k, top-p and min-p keep, a prefix of the sorted row. The
     noise is that of the token, not of its rank."""
-    k, p, min_p = (x[:, None] for x in (sampler.top_k, sampler.top_p, sampler.min_p))
+    k, p, min_p = (sampler[x][:, None] for x in ("top_k", "top_p", "min_p"))
     order = jnp.argsort(-scores, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scores, order, axis=-1)
     least = jnp.take_along_axis(ranked, jnp.minimum(k, ranked.shape[-1]) - 1, axis=-1)

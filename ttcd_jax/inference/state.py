@@ -62,26 +62,23 @@ def start_state(
     if not mesh.empty:
         state = abstract_state(model, batch_size, max_length=max_length)
         rules.shardings(mesh, state_axes(state), state)  # raises where something does not divide
-    return _started(model, batch_size=batch_size, max_length=max_length)
+    return _start(model, batch_size=batch_size, max_length=max_length)
 
 
 def abstract_state(
     model: InferenceModel, batch_size: int, *, max_length: int | None = None
 ) -> InferenceState:
     """Shapes and dtypes of `start_state`; nothing is allocated."""
-    make = functools.partial(_start, batch_size=batch_size, max_length=max_length)
-    return jax.eval_shape(make, model)
+    return _start.eval_shape(model, batch_size=batch_size, max_length=max_length)
 
 
+@functools.partial(jax.jit, static_argnames=("batch_size", "max_length"))
 def _start(model: InferenceModel, *, batch_size: int, max_length: int | None) -> InferenceState:
     blocks = map(nnx.merge, model.blocks, model.layers)
     layers = tuple(block.start(batch_size, max_length) for block in blocks)
     position, chunk_start = (jnp.zeros(batch_size, jnp.int32) for _ in range(2))
     state = InferenceState(position, chunk_start, layers)
     return jax.tree.map(lambda x, names: rules.constrain(x, *names), state, state_axes(state))
-
-
-_started = jax.jit(_start, static_argnames=("batch_size", "max_length"))
 
 
 def cache_slots(state: InferenceState) -> int | None:

@@ -137,7 +137,7 @@ def open_checkpoint(path: Path, form: Format) -> ImportedModel:
     """
     folder = path if path.is_dir() else path.parent
     file = folder / CONFIG
-    source, weights = read_json(file), _plainly_named(open_weights(path))
+    weights, source = _plainly_named(open_weights(path)), read_json(file)
     text = file.read_bytes().decode()  # line endings unchanged
     texts = (folder / name for name in form.texts)
     texts = {file.name: read_text(file) for file in texts if file.is_file()}

@@ -14,21 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from ttcd_jax.data.tokenizer import BOS_NAMES, EOS_NAMES, TEXT_FILES, ByteTokenizer, Tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import parse_json
-from ttcd_jax.interop.checkpoint import (
-    CONFIG,
-    Format,
-    Params,
-    as_json,
-    exported,
-    open_checkpoint,
-)
+from ttcd_jax.interop.checkpoint import Format, as_json, exported, open_checkpoint
 from ttcd_jax.methods import method_named
 from ttcd_jax.methods.in_place import PrefixSettings
 from ttcd_jax.methods.registry import Source
@@ -220,11 +212,12 @@ def source_of(config: TransformerConfig) -> dict[str, Any]:
         "head_dim": config.head_size,
         "tie_word_embeddings": config.has_tied_head,
     }
-    return sizes | (_own_keys(config) if _is_own(config) else _family_keys(config))
+    return sizes | (_own_keys(config) if is_own(config) else _family_keys(config))
 
 
-def _is_own(config: TransformerConfig) -> bool:
-    """Whether `modeling_ttcd.py` computes the model: one with a memory or attention sinks."""
+def is_own(config: TransformerConfig) -> bool:
+    """Whether `modeling_ttcd.py`, a file of its exports then, computes the model: one with a memory
+    or attention sinks."""
     has_memory = method_named(config.method).layers != "none"
     return has_memory or bool(config.sink_tokens) or config.has_sink_logits
 
@@ -299,23 +292,7 @@ HUGGING_FACE = Format(
 # All parameters have the widest dtype of the files, bfloat16 as a rule, in which the model then
 # computes too (float32 where the files are float16).
 open_hugging_face = functools.partial(open_checkpoint, form=HUGGING_FACE)
-
-
-def export_hugging_face(
-    params: Params,
-    config: TransformerConfig,
-    *,
-    length: int,
-    metadata: Mapping[str, Any] | None = None,
-    dtype: str | None = None,
-) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """(tensors by their names in transformers, text of every small file) of a model for rows of up
-    to `length` tokens; a model with a memory or sinks has a file of code. `metadata`, `dtype` and
-    errors are those of `exported`."""
-    keys = {"max_position_embeddings": length}
-    tensors, text = exported(params, config, metadata, dtype, form=HUGGING_FACE, **keys)
-    code = {MODELING.name: MODELING.read_text()} if _is_own(config) else {}
-    return tensors, {CONFIG: text} | code
+export_hugging_face = functools.partial(exported, form=HUGGING_FACE)
 
 
 def text_files(tokenizer: Tokenizer, stored: Mapping[str, str]) -> dict[str, str]:

@@ -23,7 +23,7 @@ from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import parse_json, read_arrays
 from ttcd_jax.measure.pictures import Picture, plot_lines
-from ttcd_jax.measure.task import MEMORY_OFF, MEMORY_ON, Series, Subject, Task
+from ttcd_jax.measure.task import MEMORY_OFF, MEMORY_ON, Series, Subject, Task, table_of
 from ttcd_jax.tokens import check_tokens
 
 _QUANTILES = {"p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
@@ -340,11 +340,7 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
             columns[label] = cells(names, cls.shown(x), has_ends=cls.value == "perplexity")
             if pair := pairs.get(run := label.removesuffix(f", {MEMORY_OFF}")):
                 columns[f"{run}, on - off (nats)"] = cells(*pair)
-        rows: dict[Any, dict[str, Any]] = {}
-        for label, column in columns.items():
-            for name, cell in column.items():
-                rows.setdefault(name, {cls.key: name})[label] = cell
-        return [*rows.values()]
+        return table_of(cls.key, columns)
 
     @classmethod
     def headroom(cls, series: Series[Record], control: str, ceiling: str) -> list[Row]:

@@ -22,7 +22,6 @@ os.environ.setdefault("DISABLE_MULTIPROC", "1")  # JAX has threads: no forks for
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 import datasets
-import jinja2
 import lm_eval.evaluator
 import lm_eval.tasks
 import numpy as np
@@ -42,7 +41,6 @@ from ttcd_jax.inference.text import typed
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import digest
 
-_RESAMPLES = 1000  # for the standard error of what is no mean
 _of_harness = lm_eval.evaluator.evaluate
 # The harness' own tasks on the data sets of `_SOURCES`; all others are read when a name is none of
 # them, which takes seconds.
@@ -56,7 +54,6 @@ _OFF = [("top_k", 0), ("top_k", -1), ("num_beams", 1), ("num_return_sequences", 
 _OFF += [("length_penalty", 1), ("typical_p", 1), ("no_repeat_ngram_size", 0), ("use_cache", True)]
 _OFF += [("presence_penalty", 0), ("frequency_penalty", 0), ("early_stopping", False), ("n", 1)]
 _SETTINGS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
-_MAX_LINE = 2**24  # bytes
 _TEXTS = ("question", "subject", "activity_label", "ctx_a", "ctx_b")
 
 
@@ -319,12 +316,9 @@ def measure(items: Items, scorer: Scorer) -> Any:
     tasks = items.loaded["tasks"]
     for task in tasks.values():
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
-    options: Any = {"limit": items.limit, "bootstrap_iters": _RESAMPLES, "log_samples": False}
-    try:
-        with Refusals(f"cannot measure {', '.join(tasks)}"):
-            return evaluate(ScorerLM(scorer), items.loaded, **options)
-    except jinja2.TemplateError as error:
-        raise DataError(f"a row does not fit the prompt of its task ({error})") from error
+    options: Any = {"limit": items.limit, "bootstrap_iters": 1000, "log_samples": False}
+    with Refusals(f"cannot measure {', '.join(tasks)}"):
+        return evaluate(ScorerLM(scorer), items.loaded, **options)
 
 
 # By (dataset_path, dataset_name): the files of a data set are `<stem>.jsonl` for the split that is
@@ -365,7 +359,7 @@ def _splits(folder: Path, stem: str, scored: str) -> dict[str, list[_Row]]:
 
 def _rows(path: Path, stem: str) -> Iterator[_Row]:
     with path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE), b""), start=1):
+        for number, line in enumerate(iter(lambda: file.readline(2**24), b""), start=1):
             where = f"{path}, line {number}"
             values = parse_json(line, Path(where))
             try:

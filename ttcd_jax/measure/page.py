@@ -48,22 +48,17 @@ def write_page(
     drawn = [(x, [y for y in x.pictures if (path.parent / y.path).exists()]) for x in sections]
     sections = [section._replace(pictures=pictures) for section, pictures in drawn]
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    colours = dict(colours or {})
-    environment.globals.update(
-        cells=cells,
-        colours=colours,
-        grouped=lambda header: _grouped([name for name, _ in header], [*colours]),
-        image=lambda file: base64.b64encode((path.parent / file).read_bytes()).decode(),
-    )
-    template = environment.get_template("page.html")
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    functions = {
+        "cells": cells,
+        "grouped": lambda header: _grouped([name for name, _ in header], [*(colours or ())]),
+        "image": lambda file: base64.b64encode((path.parent / file).read_bytes()).decode(),
+    }
     content = {"title": title, "runs": runs, "sections": sections, "next_steps": next_steps}
-    write_whole(path, template.render(content))
+    page = environment.from_string(template).render(content, colours=colours or {}, **functions)
+    write_whole(path, page)
 
 
 def _grouped(names: Sequence[str], runs: Sequence[str]) -> list[tuple[str, list[str]]]:

@@ -26,14 +26,12 @@ _STYLE: dict[Any, Any] = {
     "axes.titlesize": 13,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
     "axes.edgecolor": "#888888",
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#E3E3E3",
-    "figure.constrained_layout.w_pad": 0.12,
-    "figure.constrained_layout.h_pad": 0.12,
+    **dict.fromkeys(("figure.constrained_layout.w_pad", "figure.constrained_layout.h_pad"), 0.12),
 }
 MAX_MARKED_POINTS = 40
 MAX_LABELLED_BARS = 24
@@ -104,17 +102,15 @@ def plot_lines(
             axes.plot(x, heights, markersize=5, label=name, **style)
             if bands and name in bands:
                 axes.fill_between(x, *bands[name], color=look.colour, alpha=0.15, linewidth=0)
-        shown = [point for x, y in series.values() for point in zip(x, y, strict=True)]
-        if any(isinstance(x, str) for x, _ in shown):
-            return
-        ticks = sorted({x for x, y in shown if y is not None})
-        if not ticks or ticks[-1] <= 0:
-            return  # no point that a logarithmic axis can show
+        shown = (point for x, y in series.values() for point in zip(x, y, strict=True))
+        ticks = {x for x, y in shown if y is not None}
+        if any(isinstance(x, str) for x in ticks) or max(ticks, default=0) <= 0:
+            return  # names, or no point that a logarithmic axis can show
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: units.count(int(x)))
         axes.minorticks_off()
         if all(tick >= 1 and math.log2(tick).is_integer() for tick in ticks):
-            axes.set_xticks(ticks)
+            axes.set_xticks(sorted(ticks))
 
     _save_picture(path, draw, **labels)
 

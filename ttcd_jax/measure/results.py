@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from absl import logging
@@ -32,7 +32,19 @@ _UNFINISHED = ".unfinished"  # in the folder of results: the journal of answers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Results:
+class _Header:
+    """Fields of a file of results that are read as they are; earlier versions lack some."""
+
+    label: str
+    changes: str = ""  # of the trained model's configuration, in words
+    options: dict  # of the task, JSON
+    step: int = 0
+    rows: int = 0
+    chance: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Results(_Header):
     """The records of every variant of a run's model by one task, in `eval/FOLDER` of the run
     directory. `measured_on`: the sha256 of the cases by part, None if that was not stored; `rows`:
     their number, `facts`: more about them, for JSON."""
@@ -40,14 +52,8 @@ class Results:
     task: type[Task]
     run_dir: Path
     folder: str
-    label: str
-    changes: str = ""  # of the trained model's configuration, in words
-    options: dict[str, Any]  # of the task, JSON
-    step: int
     measured_on: dict[str, str | None] = dataclasses.field(default_factory=dict)
-    rows: int = 0
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    chance: float | None = None
     series: Series[Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -93,15 +99,10 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     `Results.write`, so that the same evaluation goes on after an interruption; what was measured
     with the same options, at this step and on these cases is not measured again. Raises `UserError`
     where the results would replace another model's."""
-    result = Results(
-        task=type(task),
-        run_dir=Path(subject.run_dir).absolute(),
-        folder=folder or folder_name(task.name, subject.label or subject.changes),
-        label=subject.name,
-        changes=subject.changes,
-        options=task.to_dict(),
-        step=step,
-    )
+    folder = folder or folder_name(task.name, subject.label or subject.changes)
+    where = {"run_dir": Path(subject.run_dir).absolute(), "folder": folder, "step": step}
+    model: Any = {"label": subject.name, "changes": subject.changes}
+    result = Results(task=type(task), options=task.to_dict(), **model, **where)
     old, path = _replaced(result), result.path / FILE
     rows = task.rows(subject)
     measured_on = task.measured_on(rows, subject)
@@ -120,13 +121,9 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     journal = Journal(result.path / _UNFINISHED, [task.name, result.options])
     series = task.series(subject._replace(journal=journal), rows)
     _check_finite(task, series, step)
-    return dataclasses.replace(
-        result,
-        rows=len(rows if isinstance(rows, list) else jax.tree.leaves(rows)[0]),
-        facts=task.facts(rows),
-        chance=task.chance(subject),
-        series=series,
-    )
+    num_rows = len(rows if isinstance(rows, list) else jax.tree.leaves(rows)[0])
+    found = {"rows": num_rows, "facts": task.facts(rows), "chance": task.chance(subject)}
+    return dataclasses.replace(result, series=series, **found)
 
 
 def _measured(results: Results) -> Any:
@@ -179,17 +176,6 @@ def _cell(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
 
 
-class _Header(NamedTuple):
-    """Fields of a file of results; of an earlier version some are missing."""
-
-    label: str
-    options: dict
-    changes: str = ""
-    step: int = 0
-    rows: int = 0
-    chance: float | None = None
-
-
 def read_results(path: Path) -> Results:
     """The results in a file, which are of the folder where it lies now. Raises `UserError` for an
     unknown task, `DataError` for a file that is damaged."""
@@ -204,7 +190,7 @@ def read_results(path: Path) -> Results:
         series = {x: [read_fields(task.record, y) for y in z] for x, z in found["series"].items()}
         if not series or not all(series.values()):
             raise ValueError("a series has no records")
-        header = read_fields(_Header, {"options": {}} | found)._asdict()
+        header = vars(read_fields(_Header, {"options": {}} | found))
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged ({error!r}): measure it again") from error
     where = {"run_dir": path.parents[2], "folder": path.parent.name}

@@ -34,11 +34,9 @@ from ttcd_jax.sharding.batch import Placement
 from ttcd_jax.tokens import check_tokens
 from ttcd_jax.train.loss import token_scores
 
-_LEAST_CAPACITY = 128
 # Rows of at most so many tokens are read in one forward pass: one program instead of several, and
 # no copy of the parameters.
 ONE_PASS = 2048
-_LEAST_PASS = 64  # shorter rows are padded to it
 # Multiplications that take as long as compiling a program: so many are spent on padding before one
 # for shorter rows is compiled, and four times as many on contexts that are read again.
 WORK = 2**38
@@ -241,7 +239,7 @@ class Scorer:
     def _state(self, num_rows: int, most: int) -> InferenceState:
         """A state for rows of at most `most` tokens; capacities of few values."""
         step = 1 << max((most - 1).bit_length() - 3, 0)
-        capacity = max(_LEAST_CAPACITY, -(-most // step) * step)
+        capacity = max(128, -(-most // step) * step)
         max_length = capacity if self.model.config.window is None else None
         return start_state(self.inference, num_rows, max_length=max_length)
 
@@ -320,11 +318,11 @@ def _reads_ahead(config: TransformerConfig) -> bool:
 
 def _pass_sizes(sizes: Sequence[int], spare: int) -> list[int]:
     """The lengths to which rows of `sizes` are padded, few: the longest, and shorter ones, powers
-    of two or 3/4 of them, that spare more than so many tokens."""
+    of two or 3/4 of them from 64 on, that spare more than so many tokens."""
     found = [max(sizes, default=0)]
     for index, size in enumerate(sorted(sizes, reverse=True)):
         power = 1 << max(size - 1, 0).bit_length()
-        shorter = max(power * 3 // 4 if size <= power * 3 // 4 else power, _LEAST_PASS)
+        shorter = max(power * 3 // 4 if size <= power * 3 // 4 else power, 64)
         if (found[-1] - shorter) * (len(sizes) - index) > spare:
             found.append(shorter)
     return found

@@ -144,11 +144,7 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
         }
         if any(len(columns[name]) < len(series[name]) for name in series):
             raise UserError(f"task {cls.name} has several records of one {cls.key}: average them")
-        buckets = dict.fromkeys(bucket for column in columns.values() for bucket in column)
-        return [
-            {cls.key: bucket} | {name: column.get(bucket) for name, column in columns.items()}
-            for bucket in buckets
-        ]
+        return table_of(cls.key, columns)
 
     @classmethod
     def numbers(cls, series: Series[Record]) -> dict[str, float]:
@@ -214,6 +210,12 @@ class RowTask[Record: tuple[Any, ...]](Task[Arrays, Record]):
         if subject.tokenizer is None:
             return super().measured_on(rows, subject)
         return {"": digest(subject.tokenizer.decode(rows["targets"][rows["loss_mask"]]))}
+
+
+def table_of(key: str, columns: dict[str, dict[Any, Any]]) -> list[Row]:
+    """The rows of a table from its columns, cells by bucket; None for a bucket that one has not."""
+    buckets = dict.fromkeys(bucket for column in columns.values() for bucket in column)
+    return [{key: x} | {name: column.get(x) for name, column in columns.items()} for x in buckets]
 
 
 def digest(cases: Any) -> str:

@@ -64,11 +64,7 @@ class _Chunk(NamedTuple):
     kept: jax.Array  # [1, 1], wide
 
 
-class Solved(NamedTuple):
-    """The chunks of a row of `length` tokens."""
-
-    chunks: _Chunk
-    length: int
+Solved = tuple[_Chunk, int]  # the chunks of a row, and its tokens
 
 
 class Transition(NamedTuple):
@@ -116,20 +112,19 @@ class DeltaMemory(AssociativeMemory[DeltaWrites, State, Solved, Transition]):
 
         # Padding has beta = 0 and g = 0: it writes and forgets nothing.
         solve = jax.checkpoint(functools.partial(_solve, wide=wide))
-        return Solved(solve(*jax.tree.map(arrange, (reads, writes))), length)
+        return solve(*jax.tree.map(arrange, (reads, writes))), length
 
     def start_of(self, prepared: Solved) -> State:
-        chunks = prepared.chunks
+        chunks, _ = prepared
         shape = (*chunks.keys.shape[1:3], chunks.keys.shape[-1], chunks.writes.shape[-1])
         return jnp.zeros(shape, self.state_dtype)
 
     def row(
         self, prepared: Solved, state: State | None = None, *, needs_end: bool = True
     ) -> tuple[Float[Array, "B T N X"], State]:
-        state = self.start_of(prepared) if state is None else state
-        advance = jax.checkpoint(_advance, prevent_cse=False)
-        state, o = jax.lax.scan(advance, state, prepared.chunks)
-        return from_chunks(jnp.moveaxis(o, (0, 2), (1, 3)), prepared.length), state
+        state, (chunks, length) = self.start_of(prepared) if state is None else state, prepared
+        state, o = jax.lax.scan(jax.checkpoint(_advance, prevent_cse=False), state, chunks)
+        return from_chunks(jnp.moveaxis(o, (0, 2), (1, 3)), length), state
 
     def summary(self, prepared: Solved) -> Transition:
         """The map of all chunks together: `adds` is the result for a zero state, `keeps` for the
@@ -143,17 +138,16 @@ class DeltaMemory(AssociativeMemory[DeltaWrites, State, Solved, Transition]):
 
         begin = self.neutral(Transition(keeps, zero))
         composed = jax.checkpoint(compose, prevent_cse=False)
-        return jax.lax.scan(composed, begin, prepared.chunks)[0]
+        return jax.lax.scan(composed, begin, prepared[0])[0]
 
     def combine(self, first: Transition, then: Transition) -> Transition:
         apply = functools.partial(jnp.einsum, "BNHK,BNKX->BNHX", then.keeps, precision="highest")
         return Transition(apply(first.keeps), apply(first.adds) + then.adds)
 
     def neutral(self, summary: Transition) -> Transition:
-        identity = jnp.eye(summary.keeps.shape[-1], dtype=summary.keeps.dtype)
-        return Transition(
-            jnp.broadcast_to(identity, summary.keeps.shape), jnp.zeros_like(summary.adds)
-        )
+        keeps, adds = summary
+        identity = jnp.broadcast_to(jnp.eye(keeps.shape[-1], dtype=keeps.dtype), keeps.shape)
+        return Transition(identity, jnp.zeros_like(adds))
 
     def state_after(self, summary: Transition) -> State:
         return summary.adds
@@ -221,9 +215,8 @@ def _solve_backward(
 unit_lower_solve.defvjp(_solve_forward, _solve_backward)
 
 
-def _full_product(a: jax.Array, b: jax.Array) -> jax.Array:
-    # At full precision, also where a GPU would round float32 to TF32.
-    return jnp.matmul(a, b, precision="highest")
+# At full precision, also where a GPU would round float32 to TF32.
+_full_product = functools.partial(jnp.matmul, precision="highest")
 
 
 def _unit_lower_inverse(a: jax.Array) -> jax.Array:

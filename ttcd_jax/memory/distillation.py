@@ -63,15 +63,9 @@ def distances(
     if segments is not None:
         is_moved &= memory_mask(segments, C * L, L).reads
     cosine = jnp.sum(gap * move, axis=-1) / jnp.where(is_moved, off * step, 1)
-    return Distillation(
-        teacher=size,
-        off=off,
-        on=length(teacher - y),
-        both=length(both.astype(wide)),
-        change=length(change.astype(wide)),
-        is_moved=is_moved,
-        cosine=jnp.where(is_moved, cosine, 0),
-    )
+    on, both, change = (length(x.astype(wide)) for x in (teacher - y, both, change))
+    cosine = jnp.where(is_moved, cosine, 0)
+    return Distillation(size, off, on, both, change, is_moved, cosine)
 
 
 def summary(

@@ -7,6 +7,7 @@ tokens do in a long row; a single token touches one slot of the open chunk.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 from ttcd_jax.memory.chunks import from_chunks, to_chunks
 from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.nn.row import Piece, scatter_from, where_rows
-from ttcd_jax.sharding.rules import is_distributed
+from ttcd_jax.sharding.rules import Names, is_distributed
 
 
 @jax.tree_util.register_dataclass
@@ -29,13 +30,11 @@ class OpenChunk[Writes, State]:
     def axes(self) -> "OpenChunk":
         """Logical axes: weights [B, F, D] sharded by rows and `mlp`, all else by rows."""
 
-        def names(x: jax.Array | jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
-            return ("batch", "mlp", None) if x.ndim == 3 else rows(x)
+        def names(axis: str | None, x: jax.Array | jax.ShapeDtypeStruct) -> Names:
+            return ("batch", axis, None) if x.ndim == 3 else ("batch", *(None,) * (x.ndim - 1))
 
-        def rows(x: jax.Array | jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
-            return ("batch", *(None,) * (x.ndim - 1))
-
-        return OpenChunk(jax.tree.map(names, self.memory), jax.tree.map(rows, self.open))
+        memory = jax.tree.map(functools.partial(names, "mlp"), self.memory)
+        return OpenChunk(memory, jax.tree.map(functools.partial(names, None), self.open))
 
     def kinds(self) -> dict[str, object]:
         return {"memory": self.memory, "open chunk": self.open}
@@ -127,9 +126,5 @@ def inside_open_chunk[Tail](tail: Tail, piece: Piece, chunk_size: int) -> Tail:
     """Tails [B, R - 1, ...] after the piece, zero for tokens of full chunks."""
     assert piece.phase is not None
     count = (piece.phase + piece.lengths) % chunk_size
-
-    def kept(tail: jax.Array) -> jax.Array:
-        size = tail.shape[1]
-        return where_rows(jnp.arange(size) >= size - count[:, None], tail, 0)
-
-    return jax.tree.map(kept, tail)
+    size = jax.tree.leaves(tail)[0].shape[1]
+    return where_rows(jnp.arange(size) >= size - count[:, None], tail, 0)

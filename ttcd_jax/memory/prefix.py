@@ -37,6 +37,7 @@ from ttcd_jax.nn.product import product
 
 Sum = Float[Array, "B F D"]  # of delta_w, without eta
 Element = tuple[jax.Array, jax.Array]  # of `decayed_sum`
+Outputs = tuple[jax.Array, Sum]  # y of chunks, and the state after them
 Form = Literal["auto", "blocked", "associative", "attention"]
 
 
@@ -86,7 +87,7 @@ class SumMemory(ChunkedMemory[Writes, Sum]):
 
     def read(self, state: Sum, reads: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
         """z W_base + eta z S."""
-        return _read(self.options, self.w_base, state[:, None], reads[:, None], None)[:, 0]
+        return _read(self, state[:, None], reads[:, None], None)[:, 0]
 
 
 @jax.tree_util.register_dataclass
@@ -116,13 +117,10 @@ class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes], Ele
         # The published read knows neither documents nor decays.
         assert not options.folds_state or (mask.reads is None and log_decay is None)
         state = self.start_of(prepared) if state is None else state
-        errors, log_decay = masked(errors, mask.writes), _of_chunks(log_decay, mask)
-        operands = _Operands(prepared.reads, keys, errors, log_decay, mask.reads, mask.resets)
-        if options.form == "attention":
-            return _attention_form(options, operands, self.w_base, state)
-        if options.form == "associative":
-            return _read_block(options, self.w_base, state, operands)
-        return _blocked(options, operands, self.w_base, state)
+        writes = Writes(keys, masked(errors, mask.writes), _of_chunks(log_decay, mask))
+        chunks = Chunks(prepared.reads, writes, mask._replace(writes=None))
+        forms = {"attention": _attention_form, "associative": _read_block}
+        return forms.get(options.form, _blocked)(self, state, chunks)
 
     def summary(self, prepared: Chunks[Writes]) -> Element:
         """(the share of a state before the chunks that is left after them, the state after them
@@ -149,15 +147,9 @@ class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes], Ele
         return summary[1]
 
 
-class _Operands(NamedTuple):
-    """Per-chunk arrays [B, C, ...]; in a block, [B, G, ...]."""
-
-    z: jax.Array
-    keys: jax.Array
-    errors: jax.Array
-    log_decay: jax.Array | None  # [B, C, Q]
-    reads: jax.Array | None
-    resets: jax.Array | None
+# Chunks [B, C, ...], or those of a block [B, G, ...]: errors are masked, decays summed by chunk.
+_Summed = Chunks[Writes]
+_Inputs = tuple[PrefixMemory, Sum, _Summed]  # of the blocked form
 
 
 def _over_blocks[Carry, Operands, Results](
@@ -185,11 +177,10 @@ def _over_blocks[Carry, Operands, Results](
         cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=1)
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
         state, whole = carry
-        state, parts = body(state, jax.tree.map(lambda x: cut(x, start), whole_operands))
+        state, parts = body(state, jax.tree.map(lambda x: cut(x, start), operands))
         return (state, jax.tree.map(lambda x, part: put(x, part, start), whole, parts)), None
 
-    whole_operands = jax.tree.map(padded, operands)
-    results = jax.tree.map(padded, results)
+    operands, results = jax.tree.map(padded, (operands, results))
     starts = jnp.arange(0, num_chunks, size)
     (carry, whole), _ = jax.lax.scan(one_block, (carry, results), starts, reverse=reverse)
     return carry, jax.tree.map(lambda x: x[:, :num_chunks], whole)
@@ -222,9 +213,9 @@ def _of_chunks(log_decay: jax.Array | None, mask: MemoryMask) -> jax.Array | Non
     return None if log_decay is None else masked(log_decay, mask.writes).sum(2)
 
 
-def _kept(block: _Operands) -> jax.Array | None:
+def _kept(block: _Summed) -> jax.Array | None:
     """a [B, C, Q] of every chunk, None where all are 1."""
-    log_decay, resets = block.log_decay, block.resets
+    log_decay, resets = block.writes.log_decay, block.mask.resets
     if resets is None:
         return None if log_decay is None else jnp.exp(log_decay)
     if log_decay is None:
@@ -255,11 +246,9 @@ def _decayed_sums(elements: Element, *, reverse: bool = False) -> Element:
     return jax.checkpoint(scan, prevent_cse=False)(elements)
 
 
-def _states(
-    options: PrefixOptions, block: _Operands, carry: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _states(options: PrefixOptions, block: _Summed, carry: jax.Array) -> tuple[jax.Array, Sum]:
     """States before each chunk [B, G, F, D], and the one after the last."""
-    delta, kept = chunk_delta(options, block.errors, block.keys), _kept(block)
+    delta, kept = chunk_delta(options, block.writes.errors, block.writes.keys), _kept(block)
     carry = carry[:, None]
     if kept is None:
         after = jax.lax.associative_scan(jnp.add, delta, axis=1) + carry
@@ -282,23 +271,15 @@ def _product(options: PrefixOptions, equation: str, a: jax.Array, b: jax.Array) 
     return product(equation, a, b, options.state_dtype)
 
 
-def _read_block(
-    options: PrefixOptions, w_base: jax.Array, carry: jax.Array, block: _Operands
-) -> tuple[jax.Array, jax.Array]:
+def _read_block(memory: SumMemory, carry: jax.Array, block: _Summed) -> Outputs:
     """y [B, G, L, D] of G chunks and the state after them."""
-    before, after = _states(options, block, carry)
-    return _read(options, w_base, before, block.z, block.reads), after
+    before, after = _states(memory.options, block, carry)
+    return _read(memory, before, block.reads, block.mask.reads), after
 
 
-def _read(
-    options: PrefixOptions,
-    w_base: jax.Array,
-    state: jax.Array,
-    z: jax.Array,
-    reads: jax.Array | None,
-) -> jax.Array:
+def _read(memory: SumMemory, state: jax.Array, z: jax.Array, reads: jax.Array | None) -> jax.Array:
     """y [B, G, L, D] of chunks that read `state` [B, G, F, D]."""
-    narrow = z.dtype
+    w_base, options, narrow = memory.w_base, memory.options, z.dtype
     if options.folds_state:
         folded = (w_base.astype(options.state_dtype) + options.eta * state).astype(narrow)
         return _product(options, "BGLF,BGFD->BGLD", z, folded).astype(narrow)
@@ -307,30 +288,24 @@ def _read(
     return y.astype(narrow)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blocked(
-    options: PrefixOptions, operands: _Operands, w_base: jax.Array, initial_state: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return _blocked_forward(options, operands, w_base, initial_state)[0]
+@jax.custom_vjp
+def _blocked(memory: PrefixMemory, initial_state: jax.Array, chunks: _Summed) -> Outputs:
+    return _blocked_forward(memory, initial_state, chunks)[0]
 
 
 def _blocked_forward(
-    options: PrefixOptions, operands: _Operands, w_base: jax.Array, initial_state: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], tuple[_Operands, jax.Array, jax.Array]]:
-    def body(carry: jax.Array, block: _Operands) -> tuple[jax.Array, jax.Array]:
-        y, carry = _read_block(options, w_base, carry, block)
+    memory: PrefixMemory, initial_state: jax.Array, chunks: _Summed
+) -> tuple[Outputs, _Inputs]:
+    def body(carry: jax.Array, block: _Summed) -> tuple[Sum, jax.Array]:
+        y, carry = _read_block(memory, carry, block)
         return carry, y
 
-    size = options.block_chunks
-    state, y = _over_blocks(body, initial_state, operands, operands.errors, size)
-    return (y, state), (operands, w_base, initial_state)
+    size = memory.options.block_chunks
+    state, y = _over_blocks(body, initial_state, chunks, chunks.writes.errors, size)
+    return (y, state), (memory, initial_state, chunks)
 
 
-def _blocked_backward(
-    options: PrefixOptions,
-    saved: tuple[_Operands, jax.Array, jax.Array],
-    cotangents: tuple[jax.Array, jax.Array],
-) -> tuple[_Operands, jax.Array, jax.Array]:
+def _blocked_backward(saved: _Inputs, cotangents: Outputs) -> _Inputs:
     """Two scans: forward once more over the states for dz, backward over their cotangents for the
     rest.
 
@@ -342,24 +317,24 @@ def _blocked_backward(
     group of columns. It is the slope of all reads after i less that of all writes from i on, and so
     takes no state and its cotangent at once.
     """
-    operands, w_base, initial_state = saved
-    dy, d_state = cotangents
-    log_decay, size = operands.log_decay, options.block_chunks
-    features = functools.partial(_feature_cotangent, options, w_base)
+    (memory, initial_state, chunks), (dy, d_state) = saved, cotangents
+    w_base, options, (keys, errors, log_decay, _) = memory.w_base, memory.options, chunks.writes
+    features = functools.partial(_feature_cotangent, memory)
     writes = functools.partial(_write_cotangent, options)
-    results = (operands.z, log_decay)
-    state, (dz, read) = _over_blocks(features, initial_state, (operands, dy), results, size)
+    operands, size = (chunks, dy), options.block_chunks
+    results = (chunks.reads, log_decay)
+    state, (dz, read) = _over_blocks(features, initial_state, operands, results, size)
     start = (d_state.astype(options.state_dtype), jnp.zeros(w_base.shape, options.state_dtype))
-    results = (operands.errors, operands.keys, log_decay)
     (d_initial, d_base), (d_errors, d_keys, written) = _over_blocks(
-        writes, start, (operands, dy), results, size, reverse=True
+        writes, start, operands, (errors, keys, log_decay), size, reverse=True
     )
     d_decay = None
     if read is not None and written is not None:
         end = _by_group((d_state * state).sum(1), read)[:, None]
-        d_decay = _decay_cotangent(jnp.concatenate([read, end], axis=1), written, operands.resets)
-    d_operands = _Operands(dz, d_keys, d_errors, d_decay, None, None)
-    return d_operands, d_base.astype(w_base.dtype), d_initial
+        read = jnp.concatenate([read, end], axis=1)
+        d_decay = _decay_cotangent(read, written, chunks.mask.resets)
+    d_chunks = Chunks(dz, Writes(d_keys, d_errors, d_decay), MemoryMask(None, None, None))
+    return PrefixMemory(d_base.astype(w_base.dtype), options), d_initial, d_chunks
 
 
 def _decay_cotangent(
@@ -387,38 +362,37 @@ def _by_group(x: Float[Array, "*rest D"], like: Float[Array, "*any Q"]) -> Float
 
 
 def _feature_cotangent(
-    options: PrefixOptions, w_base: jax.Array, carry: jax.Array, inputs: tuple[_Operands, jax.Array]
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    memory: PrefixMemory, carry: jax.Array, inputs: tuple[_Summed, jax.Array]
+) -> tuple[Sum, tuple[jax.Array, jax.Array | None]]:
     """(state after the block, (dz [B, G, L, F] = dy W_base^T + eta dy S^T, the slope along each
     chunk's read, eta dy (z S), by group of columns)), from the block and its dy."""
-    block, dy = inputs
+    (block, dy), w_base, options = inputs, memory.w_base, memory.options
     before, after = _states(options, block, carry)
     if options.folds_state:
         folded = (w_base.astype(options.state_dtype) + options.eta * before).astype(dy.dtype)
         dz = _product(options, "BGLD,BGFD->BGLF", dy, folded)
         return after, (dz.astype(dy.dtype), None)
-    narrow, slope = before.astype(dy.dtype), None
-    if block.log_decay is not None:
-        read = _product(options, "BGLF,BGFD->BGLD", masked(block.z, block.reads), narrow)
-        slope = _by_group((options.eta * read * dy).sum(2), block.log_decay)
-    fast = _product(options, "BGLD,BGFD->BGLF", dy, narrow)
-    dz = _product(options, "BGLD,FD->BGLF", dy, w_base) + options.eta * masked(fast, block.reads)
+    narrow, slope, log_decay = before.astype(dy.dtype), None, block.writes.log_decay
+    if log_decay is not None:
+        read = _product(options, "BGLF,BGFD->BGLD", masked(block.reads, block.mask.reads), narrow)
+        slope = _by_group((options.eta * read * dy).sum(2), log_decay)
+    fast = masked(_product(options, "BGLD,BGFD->BGLF", dy, narrow), block.mask.reads)
+    dz = _product(options, "BGLD,FD->BGLF", dy, w_base) + options.eta * fast
     return after, (dz.astype(dy.dtype), slope)
 
 
 def _write_cotangent(
-    options: PrefixOptions, carry: tuple[jax.Array, jax.Array], inputs: tuple[_Operands, jax.Array]
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]]:
+    options: PrefixOptions, carry: tuple[Sum, jax.Array], inputs: tuple[_Summed, jax.Array]
+) -> tuple[tuple[Sum, jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]]:
     """((cot(S), sum of dW_base) before the block, (d_errors, d_keys, the slope along each chunk's
     write by group of columns)), from the pair after it, the block and its dy."""
-    block, dy = inputs
-    d_end, d_base = carry
-    d_after = d_end[:, None]
-    outer = _product(options, "BGLF,BGLD->BGFD", masked(block.z, block.reads), dy)
-    if block.reads is None:
+    (block, dy), (d_end, d_base) = inputs, carry
+    (keys, errors, log_decay, _), d_after = block.writes, d_end[:, None]
+    outer = _product(options, "BGLF,BGLD->BGFD", masked(block.reads, block.mask.reads), dy)
+    if block.mask.reads is None:
         d_base = d_base + outer.sum((0, 1))
     else:
-        d_base = d_base + _product(options, "BGLF,BGLD->FD", block.z, dy)
+        d_base = d_base + _product(options, "BGLF,BGLD->FD", block.reads, dy)
     outer = options.eta * outer
     # In reverse order chunk i adds to cot(S_i), which keeps a_i of cot(S_{i+1}).
     kept = _kept(block)
@@ -428,23 +402,19 @@ def _write_cotangent(
         whole, total = _decayed_sums((kept, outer), reverse=True)
         d_before = total + times(whole, d_after)
     d_delta = jnp.concatenate([d_before[:, 1:], d_after], axis=1)
-    delta, pull = jax.vjp(functools.partial(chunk_delta, options), block.errors, block.keys)
+    delta, pull = jax.vjp(functools.partial(chunk_delta, options), errors, keys)
     d_errors, d_keys = pull(d_delta)
-    slope = None
-    if block.log_decay is not None:
-        slope = _by_group((delta * d_delta).sum(2), block.log_decay)
+    slope = None if log_decay is None else _by_group((delta * d_delta).sum(2), log_decay)
     return (d_before[:, 0], d_base), (d_errors, d_keys, slope)
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
-def _attention_form(
-    options: PrefixOptions, operands: _Operands, w_base: jax.Array, initial_state: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _attention_form(memory: PrefixMemory, initial_state: jax.Array, chunks: _Summed) -> Outputs:
+    options, z, (_, reads, resets) = memory.options, chunks.reads, chunks.mask
     assert not options.orthogonalizes, "scores sum over tokens, an orthogonalized update is whole"
-    z, keys, errors, log_decay, reads, resets = operands
-    B, C, L, _ = z.shape
+    (keys, errors, log_decay, _), (B, C, L, _) = chunks.writes, z.shape
     chunk = jnp.arange(C)
     visible = jnp.broadcast_to(chunk[:, None] > chunk[None, :], (B, C, C))
     reads = jnp.ones((B, C, L), bool) if reads is None else reads
@@ -479,5 +449,5 @@ def _attention_form(
         carried = times(jnp.exp(until), carried)
         kept = times(jnp.exp(after[:, -1:] - after).astype(kept.dtype), kept)
         carry = times(jnp.exp(after[:, -1]), carry)
-    y = _product(options, "BCLF,FD->BCLD", z, w_base) + options.eta * (fast + carried)
+    y = _product(options, "BCLF,FD->BCLD", z, memory.w_base) + options.eta * (fast + carried)
     return y.astype(z.dtype), _product(options, "BCLF,BCLD->BFD", keys, kept) + carry

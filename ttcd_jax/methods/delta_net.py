@@ -127,7 +127,7 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
     def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Hidden, None]:
         q, writes = self._operands(x, self.channels(self._project(x), row.segment_ids))
         o, _ = over_rows(self._memory(), q, writes, row.segment_ids, length=x.shape[1])
-        return self.project_out(x, o), None
+        return self._project_out(x, o), None
 
     def start(self, batch_size: int, max_length: int | None = None) -> DeltaState:
         """The state before rows begin; its size does not depend on `max_length`."""
@@ -155,7 +155,7 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
         memory = self._memory()
         prepared = memory.prepared(q, writes._replace(**gates), None, length=x.shape[1])
         o, after = memory.row(prepared, state.memory)
-        return self.project_out(x, o), DeltaState(after, tail)
+        return self._project_out(x, o), DeltaState(after, tail)
 
     look_back = 0  # tokens before its own that a convolution reads
 
@@ -167,8 +167,12 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
         """g <= 0; None: nothing is forgotten."""
         return None
 
-    def project_out(self, h: Hidden, o: Float[Array, "B T N X"]) -> Hidden:
-        flat = o.reshape(*o.shape[:2], -1)
+    def normed(self, h: Hidden, o: Float[Array, "B T N X"]) -> Float[Array, "B T N X"]:
+        """The memory's output o after norm and gate."""
+        return o
+
+    def _project_out(self, h: Hidden, o: Float[Array, "B T N X"]) -> Hidden:
+        flat = self.normed(h, o).reshape(*o.shape[:2], -1)
         return linear(flat, self.out[...], self.config.precision.compute_dtype)
 
     def _memory(self) -> DeltaMemory:
@@ -224,10 +228,7 @@ class DeltaNet(DeltaSublayer, config=DeltaNetConfig):
         )
         return q, k, v
 
-    def project_out(self, h: Hidden, o: Float[Array, "B T N X"]) -> Hidden:
-        return super().project_out(h, self.normed(o))
-
-    def normed(self, o: Float[Array, "B T N X"]) -> Float[Array, "B T N X"]:
+    def normed(self, h: Hidden, o: Float[Array, "B T N X"]) -> Float[Array, "B T N X"]:
         return rms_norm(o, self.head_norm[...], self.config.norm_eps)
 
 
@@ -298,26 +299,9 @@ def _write(config: registry.ModelConfig, settings: DeltaRuleConfig) -> dict[str,
     return {"expand_k": expand_k, "expand_v": expand_k * settings.value_expansion}
 
 
-METHOD = registry.register(
-    registry.Method(
-        "deltanet",
-        "DeltaNet",
-        functools.partial(delta_block, DeltaNetConfig),
-        "all",
-        settings=DeltaRuleConfig,
-        reference=registry.Reference(
-            ("delta_net",), DELTA_KEYS, DELTA_FIXED | _FIXED, _read, _write
-        ),
-    )
-)
-HYBRID = registry.register(
-    registry.Method(
-        "deltanet_hybrid",
-        "SWA + DeltaNet",
-        _hybrid_block,
-        settings=DeltaRuleConfig,
-        reference=registry.Reference(
-            ("deltanet_baseline",), registry.FAST_KEYS, registry.ATTENTION_FIXED
-        ),
-    )
-)
+_PURE = functools.partial(delta_block, DeltaNetConfig), "all", DeltaRuleConfig
+_REFERENCE = registry.Reference(("delta_net",), DELTA_KEYS, DELTA_FIXED | _FIXED, _read, _write)
+registry.register(registry.Method("deltanet", "DeltaNet", *_PURE, _REFERENCE))
+_HYBRID = _hybrid_block, "fast", DeltaRuleConfig
+_BASELINE = registry.Reference(("deltanet_baseline",), registry.FAST_KEYS, registry.ATTENTION_FIXED)
+registry.register(registry.Method("deltanet_hybrid", "SWA + DeltaNet", *_HYBRID, _BASELINE))

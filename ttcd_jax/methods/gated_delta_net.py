@@ -53,22 +53,17 @@ class GatedDeltaNet(delta_net.DeltaNet, config=GatedDeltaNetConfig):
         self.decay = normal_param(rngs, (D, N), ("embed", "heads"), std, dtype)
         values = N * config.value_head_dim
         self.gate = normal_param(rngs, (D, values), ("embed", "heads"), std, dtype)
+        draw = functools.partial(jax.random.uniform, shape=(N,))
         # At least the smallest float: log 0 would stay -inf forever.
-        speed = jax.random.uniform(
-            rngs.params(), (N,), minval=np.finfo(np.float32).tiny, maxval=16.0
-        )
+        speed = draw(rngs.params(), minval=np.finfo(np.float32).tiny, maxval=16.0)
         self.decay_log = param(jnp.log(speed).astype(dtype), ("heads",))
-        dt = jnp.exp(
-            jax.random.uniform(rngs.params(), (N,), minval=np.log(0.001), maxval=np.log(0.1))
-        )
+        dt = jnp.exp(draw(rngs.params(), minval=np.log(0.001), maxval=np.log(0.1)))
         softplus_inverse = dt + jnp.log(-jnp.expm1(-dt))
         self.decay_bias = param(softplus_inverse.astype(dtype), ("heads",))
 
-    def project_out(self, h: Hidden, o: Float[Array, "B T N X"]) -> Hidden:
+    def normed(self, h: Hidden, o: Float[Array, "B T N X"]) -> Float[Array, "B T N X"]:
         gate = jax.nn.silu(linear(h, self.gate[...], self.config.precision.compute_dtype))
-        return super(delta_net.DeltaNet, self).project_out(
-            h, self.normed(o) * gate.reshape(o.shape)
-        )
+        return super().normed(h, o) * gate.reshape(o.shape)
 
     def log_decay(self, h: Hidden) -> Float[Array, "B T N"]:
         """g <= 0, in float32 or better."""
@@ -85,19 +80,9 @@ def _write(config: ModelConfig, settings: delta_net.DeltaRuleConfig) -> dict[str
     return {"head_dim": config.head_size, "expand_v": settings.value_expansion}
 
 
-METHOD = register(
-    Method(
-        "gated_deltanet",
-        "Gated DeltaNet",
-        functools.partial(delta_net.delta_block, GatedDeltaNetConfig),
-        "all",
-        settings=delta_net.DeltaRuleConfig,
-        reference=Reference(
-            ("gated_deltanet",),
-            (*delta_net.DELTA_KEYS, Key("head_dim", "head_dim", 256)),
-            delta_net.DELTA_FIXED | {"use_gate": True},
-            _read,
-            _write,
-        ),
-    )
-)
+_KEYS = (*delta_net.DELTA_KEYS, Key("head_dim", "head_dim", 256))
+_FIXED = delta_net.DELTA_FIXED | {"use_gate": True}
+_REFERENCE = Reference(("gated_deltanet",), _KEYS, _FIXED, _read, _write)
+_PURE = functools.partial(delta_net.delta_block, GatedDeltaNetConfig), "all"
+_SETTINGS = delta_net.DeltaRuleConfig
+register(Method("gated_deltanet", "Gated DeltaNet", *_PURE, _SETTINGS, _REFERENCE))

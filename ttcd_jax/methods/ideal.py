@@ -60,4 +60,4 @@ def _block(config: ModelConfig, settings: IdealMemoryConfig) -> BlockConfig:
     return dual_window_block(config, IdealConfig(mlp=config.mlp(), memory=settings))
 
 
-METHOD = register(Method("ipttcd_ideal", "ideal IP-TTCD", _block, settings=IdealMemoryConfig))
+register(Method("ipttcd_ideal", "ideal IP-TTCD", _block, settings=IdealMemoryConfig))

@@ -16,10 +16,10 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
 from ttcd_jax.memory.distillation import Distillation, distances
 from ttcd_jax.memory.pieces import OpenChunk, inside_open_chunk, over_piece, start_pieces
-from ttcd_jax.memory.prefix import Form, PrefixMemory, PrefixOptions, Sum, Writes
+from ttcd_jax.memory.prefix import Form, PrefixMemory, PrefixOptions
 from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.memory.rows import check_parts, over_rows
-from ttcd_jax.memory.running import CorrectingMemory
+from ttcd_jax.memory.running import CorrectingMemory, Views
 from ttcd_jax.methods.registry import Settings
 from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig, check_hidden
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
@@ -45,10 +45,7 @@ class InPlaceSettings(Settings):
     def switched_off(self, length: int) -> "InPlaceSettings":
         return self.replace(eta=0.0)
 
-    @property
-    def is_linear_in_proj(self) -> bool:
-        """Whether P times a number is eta times that number."""
-        return False
+    is_linear_in_proj: ClassVar[Any] = False  # whether P times a number is eta times that number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,8 +97,8 @@ class PrefixSettings(InPlaceSettings):
                 "'auto' and no folds_state"
             )
 
-    def options(self, precision: Precision, *, orthogonalizes: bool = False) -> PrefixOptions:
-        fields = (self.eta, orthogonalizes, self.folds_state, self.form, self.block_chunks)
+    def options(self, precision: Precision) -> PrefixOptions:
+        fields = (self.eta, False, self.folds_state, self.form, self.block_chunks)
         return PrefixOptions(*fields, state_dtype=precision.state_dtype)
 
     def error_flops(self, mlp: MLPConfig, length: int) -> int | float:
@@ -122,15 +119,6 @@ class PrefixSettings(InPlaceSettings):
     def look_ahead(self) -> int:
         """Tokens after its own that a convolution reads."""
         return 0 if self.is_conv_causal else self.num_taps - 1 - self.num_taps // 2
-
-    def refuse_ahead(self, what: str) -> None:
-        """Raises `UserError` if the convolution of `what` reads later tokens."""
-        if self.look_ahead:
-            raise UserError(
-                f"{type(self).__name__}.is_conv_causal=False with {what} reads features of tokens "
-                "that are not there yet: such a model cannot generate; train it with "
-                "is_conv_causal=True"
-            )
 
 
 class InPlaceConfig(SublayerConfig):
@@ -243,7 +231,12 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     def start(self, batch_size: int, max_length: int | None = None) -> InPlaceState:
         """The state before rows begin. Raises `UserError` for a layer whose output depends on later
         tokens."""
-        self.check_causal()
+        if self.convolved_reads and self.settings.look_ahead:
+            raise UserError(
+                f"{type(self.settings).__name__}.is_conv_causal=False with {self.convolved_reads} "
+                "reads features of tokens that are not there yet: such a model cannot generate; "
+                "train it with is_conv_causal=True"
+            )
         size, dtype = self.settings.chunk_size, self.config.precision.compute_dtype
         x = jax.ShapeDtypeStruct((batch_size, size, self.config.dim), dtype)
 
@@ -294,9 +287,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
 
     look_back = 0  # tokens before its own that a convolution reads
     look_ahead = 0  # tokens after its own that it reads
-
-    def check_causal(self) -> None:
-        """Raises `UserError` when y depends on later tokens."""
+    convolved_reads = ""  # the setting by which y depends on features after a convolution
 
     def source(self, x: Hidden, row: Row | Piece, student: Hidden | None) -> Hidden:
         """t, from the layer's normed input, its row, and the student's normed input."""
@@ -315,19 +306,14 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         """(operand of the reads, operands of the writes): `memory.protocol.Chunks`."""
         raise AssertionError(f"{type(self).__name__} defines its own operands")
 
-    def views(
-        self, convolved: Convolved
-    ) -> tuple[Float[Array, "B C L F"], Float[Array, "B C L F"]]:
+    def views(self, convolved: Convolved) -> Views:
         """(features of the teacher, of the student) that the error of the writes compares, in a
         layer whose configuration `has_teacher`."""
         raise AssertionError(f"{type(self).__name__} has no teacher")
 
     def memory(self, length: int) -> ChunkedMemory:
-        raise AssertionError(f"{type(self).__name__} defines its own memory")
-
-    def sum_memory(self, options: PrefixOptions, length: int) -> ChunkedMemory[Writes, Sum]:
-        """The memory of a layer with `PrefixSettings`."""
-        w_base = self.w_base()
+        """The memory of rows of `length` tokens, by default that of `PrefixSettings`."""
+        w_base, options = self.w_base(), self.settings.options(self.config.precision)
         if self.settings.corrects_errors:
             return CorrectingMemory(w_base, options)
         return PrefixMemory(w_base, options.at_length(length, *w_base.shape))

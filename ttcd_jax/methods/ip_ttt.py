@@ -10,17 +10,14 @@ later chunks read the writes of a chunk; a symmetric activation convolution woul
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 from ttcd_kernels.normalize import l2_normalize
 from ttcd_kernels.short_conv import short_conv
 
 from ttcd_jax.memory.prefix import Writes
-from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.methods import registry
 from ttcd_jax.methods.in_place import ConvInit, InPlaceConfig, InPlaceMLP, PrefixSettings, ProjInit
 from ttcd_jax.nn.block import BlockConfig, Names
@@ -64,18 +61,9 @@ class IPTTTConfig(InPlaceConfig):
         return (3 + 2) * self.mlp.unit_flops(length) + self.memory.error_flops(self.mlp, length)
 
 
-class Stored(NamedTuple):
-    """Features and targets of tokens, [B, T, ...] or [B, C, L, ...]; the logarithms of their
-    decays."""
-
-    h: jax.Array
-    v: jax.Array
-    log_decay: jax.Array | None
-
-
-class IPTTTMLP(InPlaceMLP[Stored, Stored], config=IPTTTConfig):
+class IPTTTMLP(InPlaceMLP[Writes, Writes], config=IPTTTConfig):
     """(x, targets) [B, T, D] -> y [B, T, D], any T. Parameters of SwiGLU plus P and the
-    convolutions; gradient flows into the targets."""
+    convolutions; gradient flows into the targets. Features and targets become keys and errors."""
 
     settings: TargetMemoryConfig
 
@@ -88,6 +76,7 @@ class IPTTTMLP(InPlaceMLP[Stored, Stored], config=IPTTTConfig):
             self.look_ahead = settings.look_ahead
         if settings.has_activation_conv:
             self.activation_conv = self._init_conv(settings.conv_init, rngs, "mlp")
+            self.convolved_reads = "has_activation_conv"
         if settings.has_target_conv or settings.has_activation_conv:
             self.look_back = settings.num_taps - 1
 
@@ -100,31 +89,24 @@ class IPTTTMLP(InPlaceMLP[Stored, Stored], config=IPTTTConfig):
             raise ValueError("this block stores token embeddings: pass embeddings=[B, T, D]")
         return row.embeddings
 
-    def tokens(self, x: Hidden, t: Hidden) -> Stored:
+    def tokens(self, x: Hidden, t: Hidden) -> Writes:
         h = self.features(x)
-        return Stored(h, t.astype(h.dtype), self.log_decay(x))
+        return Writes(h, t.astype(h.dtype), self.log_decay(x))
 
-    def convolved(self, tokens: Stored, segments: Int[Array, "B C L"] | None) -> Stored:
-        (h, v, log_decay), causal = tokens, self.settings.is_conv_causal
+    def convolved(self, tokens: Writes, segments: Int[Array, "B C L"] | None) -> Writes:
+        (h, v, *decay), causal = tokens, self.settings.is_conv_causal
         if self.settings.has_activation_conv:
             h = short_conv(h, self.activation_conv[...], is_causal=causal, segment_ids=segments)
         if self.settings.has_target_conv:
             v = short_conv(v, self.target_conv[...], is_causal=causal, segment_ids=segments)
-        return Stored(h, v, log_decay)
+        return Writes(h, v, *decay)
 
-    def operands(self, convolved: Stored) -> tuple[Float[Array, "B C L F"], Writes]:
-        h, v, log_decay = convolved
+    def operands(self, convolved: Writes) -> tuple[Float[Array, "B C L F"], Writes]:
+        h, v, *decay = convolved
         if self.settings.has_proj:
             v = weight_product(v, self.proj[...].astype(v.dtype))
         keys = l2_normalize(h) if self.settings.corrects_errors else h
-        return h, Writes(keys, v, log_decay)
-
-    def memory(self, length: int) -> ChunkedMemory:
-        return self.sum_memory(self.settings.options(self.config.precision), length)
-
-    def check_causal(self) -> None:
-        if self.settings.has_activation_conv:
-            self.settings.refuse_ahead("has_activation_conv")
+        return h, Writes(keys, v, *decay)
 
 
 def _block(config: registry.ModelConfig, settings: TargetMemoryConfig) -> BlockConfig:
@@ -132,36 +114,23 @@ def _block(config: registry.ModelConfig, settings: TargetMemoryConfig) -> BlockC
     return BlockConfig(mixer=config.attention(), mlp=mlp)
 
 
-_TARGETS: Mapping[str, str] = {
-    **dict.fromkeys(("hidden", "hidden_state", "hidden_states"), "hidden"),
-    **dict.fromkeys(("embedding", "embed", "input_embed", "input_embeds"), "embedding"),
-}
+_TARGETS: dict[str, str] = dict.fromkeys(("hidden", "hidden_state", "hidden_states"), "hidden")
+_TARGETS |= dict.fromkeys(("embedding", "embed", "input_embed", "input_embeds"), "embedding")
 # In the reference's IP-TTT both diagonal initializations are random.
 _PROJ_INIT = registry.PROJ_INIT | {"diagonal": "gaussian_diagonal"}
-
-
-METHOD = registry.register(
-    registry.Method(
-        "ipttt",
-        "IP-TTT",
-        _block,
-        settings=TargetMemoryConfig,
-        reference=registry.Reference(
-            ("ipttt",),
-            (
-                *registry.FAST_KEYS,
-                registry.Key("ttt_chunk", "memory.chunk_size", 8192),
-                registry.Key("ttt_lr", "memory.eta", 0.3),
-                registry.Key("ttt_target", "memory.target", "hidden", _TARGETS),
-                registry.Key("ttt_proj", "memory.has_proj", True),
-                registry.Key("ttt_proj_init", "memory.proj_init", "diagonal_gaussian", _PROJ_INIT),
-                registry.Key("ttt_conv", "memory.has_target_conv", True),
-                registry.Key("ttt_activation_conv", "memory.has_activation_conv", False),
-                registry.Key("ttt_conv_kernel_size", "memory.num_taps", 5),
-                registry.Key("ttt_conv_causal", "memory.is_conv_causal", False),
-            ),
-            registry.ATTENTION_FIXED,
-            has_switch=True,
-        ),
-    )
+_KEYS = (
+    *registry.FAST_KEYS,
+    registry.Key("ttt_chunk", "memory.chunk_size", 8192),
+    registry.Key("ttt_lr", "memory.eta", 0.3),
+    registry.Key("ttt_target", "memory.target", "hidden", _TARGETS),
+    registry.Key("ttt_proj", "memory.has_proj", True),
+    registry.Key("ttt_proj_init", "memory.proj_init", "diagonal_gaussian", _PROJ_INIT),
+    registry.Key("ttt_conv", "memory.has_target_conv", True),
+    registry.Key("ttt_activation_conv", "memory.has_activation_conv", False),
+    registry.Key("ttt_conv_kernel_size", "memory.num_taps", 5),
+    registry.Key("ttt_conv_causal", "memory.is_conv_causal", False),
+)
+_REFERENCE = registry.Reference(("ipttt",), _KEYS, registry.ATTENTION_FIXED, has_switch=True)
+registry.register(
+    registry.Method("ipttt", "IP-TTT", _block, settings=TargetMemoryConfig, reference=_REFERENCE)
 )

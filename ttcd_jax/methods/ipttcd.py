@@ -22,9 +22,9 @@ from ttcd_kernels.normalize import l2_normalize
 
 from ttcd_jax.config import NonNegativeFloat, Positive
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.memory.prefix import Writes
+from ttcd_jax.memory.prefix import PrefixOptions, Writes
 from ttcd_jax.memory.protocol import ChunkedMemory
-from ttcd_jax.memory.running import RenormalizedMemory
+from ttcd_jax.memory.running import RenormalizedMemory, Views
 from ttcd_jax.methods import in_place, registry
 from ttcd_jax.nn.attention import DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.block import Block, BlockConfig, Names
@@ -32,6 +32,7 @@ from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.mlp import MLPConfig
 from ttcd_jax.nn.product import weight_product
 from ttcd_jax.nn.row import Hidden
+from ttcd_jax.precision import Precision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,9 @@ class MemoryConfig(in_place.PrefixSettings):
     def is_linear_in_proj(self) -> bool:
         return self.has_proj and not self.orthogonalizes_updates
 
+    def options(self, precision: Precision) -> PrefixOptions:
+        return super().options(precision)._replace(orthogonalizes=self.orthogonalizes_updates)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IPTTCDConfig(in_place.InPlaceConfig):
@@ -129,19 +133,11 @@ class Features(NamedTuple):
     log_decay: jax.Array | None
 
 
-class ChunkInputs(NamedTuple):
-    """The same after the convolutions: features to read with, z_target, keys, z_target -
-    z_student."""
-
-    z_out: jax.Array
-    z_target: jax.Array
-    keys: jax.Array
-    difference: jax.Array
-    beta: jax.Array | None
-    log_decay: jax.Array | None
+# The features; z_target - z_student, z_target, and z_student, normalized if it is only a key.
+Convolved = tuple[Features, jax.Array, jax.Array, jax.Array]
 
 
-class IPTTCDMLP(in_place.InPlaceMLP[Features, ChunkInputs], config=IPTTCDConfig):
+class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
     """(x, t) [B, T, D] -> y [B, T, D], any T: teacher and student. Parameters of SwiGLU plus P, b
     and the two convolutions."""
 
@@ -160,6 +156,9 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, ChunkInputs], config=IPTTCDConfig)
             self.student_conv = self._init_conv(settings.student_conv_init, rngs, "mlp")
         if settings.has_teacher_conv or settings.has_student_conv:
             self.look_back, self.look_ahead = settings.num_taps - 1, settings.look_ahead
+        is_convolved = {"teacher": settings.has_teacher_conv, "student": settings.has_student_conv}
+        if is_convolved.get(settings.output):
+            self.convolved_reads = f"output {settings.output!r}"
 
     def tokens(self, x: Hidden, t: Hidden) -> Features:
         beta = None
@@ -167,7 +166,7 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, ChunkInputs], config=IPTTCDConfig)
             beta = jax.nn.sigmoid(jnp.einsum("BTD,D->BT", t, self.rate[...].astype(t.dtype)))
         return Features(self.features(x), self.features(t), beta, self.log_decay(x))
 
-    def convolved(self, tokens: Features, segments: Int[Array, "B C L"] | None) -> ChunkInputs:
+    def convolved(self, tokens: Features, segments: Int[Array, "B C L"] | None) -> Convolved:
         settings = self.settings
         # A convolution that is off is the identity.
         teacher_taps = student_taps = in_place.identity_taps(settings, tokens.teacher.shape[-1])
@@ -177,7 +176,7 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, ChunkInputs], config=IPTTCDConfig)
             student_taps = self.student_conv[...]
         # The student's features are needed unnormalized where they read as well.
         normalizes = settings.normalizes_keys and settings.output != "student"
-        difference, z_target, keys = short_conv_residual(
+        return tokens, *short_conv_residual(
             tokens.teacher,
             tokens.student,
             teacher_taps,
@@ -187,45 +186,33 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, ChunkInputs], config=IPTTCDConfig)
             zero_slope=settings.zero_slope,
             segment_ids=segments,
         )
-        outputs = {"teacher": z_target, "teacher_raw": tokens.teacher, "student": keys}
-        if settings.normalizes_keys and not normalizes:
-            keys = l2_normalize(keys, settings.zero_slope)
-        z_out = outputs[settings.output]
-        return ChunkInputs(z_out, z_target, keys, difference, tokens.beta, tokens.log_decay)
 
-    def operands(self, convolved: ChunkInputs) -> tuple[Float[Array, "B C L F"], Writes]:
+    def operands(self, convolved: Convolved) -> tuple[Float[Array, "B C L F"], Writes]:
         """The update: to change its rule, change e and k here."""
-        settings, dtype = self.settings, convolved.z_out.dtype
-        errors = weight_product(convolved.difference, self.down[...].astype(dtype))
+        (teacher, _, beta, log_decay), difference, z_target, keys = convolved
+        settings, dtype = self.settings, teacher.dtype
+        z_out = {"teacher": z_target, "teacher_raw": teacher, "student": keys}[settings.output]
+        if settings.normalizes_keys and settings.output == "student":
+            keys = l2_normalize(keys, settings.zero_slope)
+        errors = weight_product(difference, self.down[...].astype(dtype))
         if settings.normalizes_errors:
             errors = l2_normalize(errors, settings.zero_slope)
-        if convolved.beta is not None:
-            errors = errors * convolved.beta[..., None]
+        if beta is not None:
+            errors = errors * beta[..., None]
         if settings.has_proj:
             errors = weight_product(errors, self.proj[...].astype(dtype))
-        rate = convolved.beta if settings.corrects_errors else None
-        return convolved.z_out, Writes(convolved.keys, errors, convolved.log_decay, rate)
+        return z_out, Writes(keys, errors, log_decay, beta if settings.corrects_errors else None)
 
-    def views(self, convolved: ChunkInputs) -> tuple[jax.Array, jax.Array]:
+    def views(self, convolved: Convolved) -> Views:
         # Keys may be normalized, so the student's features are z_target less the difference.
-        return convolved.z_target, convolved.z_target - convolved.difference
+        _, difference, z_target, _ = convolved
+        return z_target, z_target - difference
 
     def memory(self, length: int) -> ChunkedMemory:
-        orthogonalizes, group = self.settings.orthogonalizes_updates, self.settings.renorm_chunks
-        options = self.settings.options(self.config.precision, orthogonalizes=orthogonalizes)
-        if group is not None:
-            return RenormalizedMemory(self.w_base(), options, group)
-        return self.sum_memory(options, length)
-
-    def check_causal(self) -> None:
-        settings = self.settings
-        is_convolved = {
-            "teacher": settings.has_teacher_conv,
-            "teacher_raw": False,
-            "student": settings.has_student_conv,
-        }[settings.output]
-        if is_convolved:
-            settings.refuse_ahead(f"output {settings.output!r}")
+        if (group := self.settings.renorm_chunks) is None:
+            return super().memory(length)
+        options = self.settings.options(self.config.precision)
+        return RenormalizedMemory(self.w_base(), options, group)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -292,39 +279,26 @@ def _write(config: registry.ModelConfig, memory: MemoryConfig) -> dict[str, Any]
     }
 
 
-METHOD = registry.register(
-    registry.Method(
-        "ipttcd",
-        "IP-TTCD",
-        _block,
-        settings=MemoryConfig,
-        reference=registry.Reference(
-            ("ipttcdv9", "ipttcdv9_lowcopy", "ipttcdv8", "ipttcd"),
-            (
-                *registry.FAST_KEYS,
-                registry.Key("ttt_chunk", "memory.chunk_size", 8192),
-                registry.Key("ttt_lr", "memory.eta", 0.3),
-                registry.Key("ttt_proj", "memory.has_proj", True),
-                registry.Key("ttt_proj_init", "memory.proj_init", "diagonal", registry.PROJ_INIT),
-                registry.Key("ttt_teacher_conv", "memory.has_teacher_conv", True),
-                registry.Key("ttt_student_conv", "memory.has_student_conv", True),
-                registry.Key("ttt_conv_kernel_size", "memory.num_taps", 5),
-                registry.Key("ttt_conv_causal", "memory.is_conv_causal", True),
-                registry.Key(
-                    "ttt_teacher_conv_init", "memory.teacher_conv_init", "zero", _CONV_INIT
-                ),
-                registry.Key(
-                    "ttt_student_conv_init", "memory.student_conv_init", "zero", _CONV_INIT
-                ),
-                registry.Key("dynamic_lr", "memory.has_token_rate", True),
-                registry.Key("ttt_normalize_student_features", "memory.normalizes_keys", True),
-                registry.Key("ttt_norm_proj_diff", "memory.normalizes_errors", False),
-                registry.Key("use_muon", "memory.orthogonalizes_updates", False),
-            ),
-            registry.ATTENTION_FIXED,
-            _read,
-            _write,
-            has_switch=True,
-        ),
-    )
+_KEYS = (
+    *registry.FAST_KEYS,
+    registry.Key("ttt_chunk", "memory.chunk_size", 8192),
+    registry.Key("ttt_lr", "memory.eta", 0.3),
+    registry.Key("ttt_proj", "memory.has_proj", True),
+    registry.Key("ttt_proj_init", "memory.proj_init", "diagonal", registry.PROJ_INIT),
+    registry.Key("ttt_teacher_conv", "memory.has_teacher_conv", True),
+    registry.Key("ttt_student_conv", "memory.has_student_conv", True),
+    registry.Key("ttt_conv_kernel_size", "memory.num_taps", 5),
+    registry.Key("ttt_conv_causal", "memory.is_conv_causal", True),
+    registry.Key("ttt_teacher_conv_init", "memory.teacher_conv_init", "zero", _CONV_INIT),
+    registry.Key("ttt_student_conv_init", "memory.student_conv_init", "zero", _CONV_INIT),
+    registry.Key("dynamic_lr", "memory.has_token_rate", True),
+    registry.Key("ttt_normalize_student_features", "memory.normalizes_keys", True),
+    registry.Key("ttt_norm_proj_diff", "memory.normalizes_errors", False),
+    registry.Key("use_muon", "memory.orthogonalizes_updates", False),
+)
+_TYPES = ("ipttcdv9", "ipttcdv9_lowcopy", "ipttcdv8", "ipttcd")
+_FIXED = registry.ATTENTION_FIXED
+_REFERENCE = registry.Reference(_TYPES, _KEYS, _FIXED, _read, _write, has_switch=True)
+registry.register(
+    registry.Method("ipttcd", "IP-TTCD", _block, settings=MemoryConfig, reference=_REFERENCE)
 )

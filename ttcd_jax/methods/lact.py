@@ -267,23 +267,16 @@ class LaCT(Mixer, config=LaCTConfig):
         momentum = None
         if memory.has_momentum:
             momentum = jax.nn.sigmoid(self._gate(h, self.momentum, self.momentum_bias))
-        scale, offset = self.qk_scale[...], self.qk_offset[...]
-        fast_q = self._fast_feature(q, scale[:, 0], offset[:, 0], positions)
-        fast_k = self._fast_feature(k, scale[:, 1], offset[:, 1], positions)
+        fast_q, fast_k = (self._fast_feature(x, i, positions) for i, x in enumerate((q, k)))
         is_active = memory.has_qk_silu and memory.has_value_silu
         fast_v = self._split(jax.nn.silu(v) if is_active else v)
         writes = FastWrites(fast_k, fast_v, self._rates(h), momentum)
         return (turned_q, turned_k, v.reshape(heads)), (fast_q, writes)
 
     def _memory(self) -> FastSwiGLU:
-        memory = self.config.memory
-        return FastSwiGLU(
-            self._start(),
-            orthogonalizes=memory.orthogonalizes_updates,
-            keeps_raw=memory.keeps_raw_state,
-            has_momentum=memory.has_momentum,
-            state_dtype=self.config.attention.precision.state_dtype,
-        )
+        memory, dtype = self.config.memory, self.config.attention.precision.state_dtype
+        fields = memory.orthogonalizes_updates, memory.keeps_raw_state, memory.has_momentum
+        return FastSwiGLU(self._start(), *fields, state_dtype=dtype)
 
     def _joined(self, h: jax.Array, seen: jax.Array, fast: jax.Array) -> Hidden:
         """The output, from the attention's heads and the memory's output, normed and scaled."""
@@ -294,13 +287,11 @@ class LaCT(Mixer, config=LaCTConfig):
         both = seen.reshape(h.shape) + fast.reshape(h.shape)
         return linear(both, self.out[...], self.config.attention.precision.compute_dtype)
 
-    def _fast_feature(
-        self, x: jax.Array, scale: jax.Array, offset: jax.Array, positions: jax.Array
-    ) -> jax.Array:
-        """The memory's q or k [B, T, N, H], in float32 or wider until the end."""
+    def _fast_feature(self, x: jax.Array, index: int, positions: jax.Array) -> jax.Array:
+        """The memory's q (0) or k (1) [B, T, N, H], in float32 or wider until the end."""
         config, memory = self.config.attention, self.config.memory
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        scale, offset = scale.astype(wide), offset.astype(wide)
+        scale, offset = (w[:, index].astype(wide) for w in (self.qk_scale, self.qk_offset))
         fast = x.astype(wide) * scale + offset
         if memory.has_qk_silu:
             fast = jax.nn.silu(fast)
@@ -364,34 +355,24 @@ def _write(config: registry.ModelConfig, settings: LaCTMemoryConfig) -> dict[str
     }
 
 
-METHOD = registry.register(
-    registry.Method(
-        "lact",
-        "LaCT",
-        _block,
-        "all",
-        settings=LaCTMemoryConfig,
-        reference=registry.Reference(
-            ("lact",),
-            (
-                *registry.COMMON_KEYS,
-                registry.Key("num_attn_heads", "num_heads"),
-                registry.Key("window_size", "window", None),
-                registry.Key("rope_theta", "rope.base", 10000.0),
-                registry.Key("num_lact_heads", "memory.num_fast_heads"),
-                registry.Key("inter_multi", "memory.hidden_expansion", 1),
-                registry.Key("lact_chunk_size", "memory.chunk_size", 2048),
-                registry.Key("use_momentum", "memory.has_momentum", False),
-                registry.Key("use_muon", "memory.orthogonalizes_updates", False),
-                registry.Key("ttt_prenorm", "memory.keeps_raw_state", False),
-                registry.Key("qkv_silu", "memory.has_qk_silu", True),
-                registry.Key("learnable_ttt_scale", "memory.has_scale", False),
-                registry.Key("attn_qk_norm", "memory.has_qk_norm", False),
-                registry.Key("qkv_bias", "memory.has_qkv_bias", False),
-            ),
-            {"lr_dim": 1, "lr_parameterization": "mamba"},
-            _read,
-            _write,
-        ),
-    )
+_KEYS = (
+    *registry.COMMON_KEYS,
+    registry.Key("num_attn_heads", "num_heads"),
+    registry.Key("window_size", "window", None),
+    registry.Key("rope_theta", "rope.base", 10000.0),
+    registry.Key("num_lact_heads", "memory.num_fast_heads"),
+    registry.Key("inter_multi", "memory.hidden_expansion", 1),
+    registry.Key("lact_chunk_size", "memory.chunk_size", 2048),
+    registry.Key("use_momentum", "memory.has_momentum", False),
+    registry.Key("use_muon", "memory.orthogonalizes_updates", False),
+    registry.Key("ttt_prenorm", "memory.keeps_raw_state", False),
+    registry.Key("qkv_silu", "memory.has_qk_silu", True),
+    registry.Key("learnable_ttt_scale", "memory.has_scale", False),
+    registry.Key("attn_qk_norm", "memory.has_qk_norm", False),
+    registry.Key("qkv_bias", "memory.has_qkv_bias", False),
+)
+_FIXED = {"lr_dim": 1, "lr_parameterization": "mamba"}
+_REFERENCE = registry.Reference(("lact",), _KEYS, _FIXED, _read, _write)
+registry.register(
+    registry.Method("lact", "LaCT", _block, "all", settings=LaCTMemoryConfig, reference=_REFERENCE)
 )

@@ -29,9 +29,7 @@ _REFERENCE = registry.Reference(
     registry.ATTENTION_FIXED | {"rope_scaling": None},
     _read,
 )
-FULL = registry.register(
+registry.register(
     registry.Method("full", "full attention", _full, "none", reference=_REFERENCE, twin="swa")
 )
-SWA = registry.register(
-    registry.Method("swa", "SWA", _swa, "none", reference=_REFERENCE, twin="full")
-)
+registry.register(registry.Method("swa", "SWA", _swa, "none", reference=_REFERENCE, twin="full"))

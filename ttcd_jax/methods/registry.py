@@ -138,12 +138,8 @@ ATTENTION_KEYS = (
 )
 FAST_KEYS = (*ATTENTION_KEYS, Key("ttt_layers", "fast_layers"))
 ATTENTION_FIXED = {"use_output_gate": False, "attn": None}
-PROJ_INIT = {
-    "diagonal": "identity",
-    "diagonal_gaussian": "gaussian_diagonal",
-    "zero": "zeros",
-    "random": "normal",
-}
+PROJ_INIT = {"diagonal": "identity", "diagonal_gaussian": "gaussian_diagonal"}
+PROJ_INIT |= {"zero": "zeros", "random": "normal"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,13 +84,11 @@ class TransformerConfig(ModelConfig):
 
 def block_configs(config: TransformerConfig) -> tuple[BlockConfig, ...]:
     method = method_named(config.method)
-    block, plain = method.block(config, config.settings), None
-    if method.layers == "fast":
-        plain = config.plain_block()
-    return tuple(
-        block if plain is None or layer in config.fast_layers else plain
-        for layer in range(config.num_layers)
-    )
+    block, layers = method.block(config, config.settings), range(config.num_layers)
+    if method.layers != "fast":
+        return (block,) * len(layers)
+    plain = config.plain_block()
+    return tuple(block if layer in config.fast_layers else plain for layer in layers)
 
 
 def memory_chunk(config: TransformerConfig) -> int | None:

@@ -1,5 +1,6 @@
 """The stacked transformer: embedding, groups of scanned blocks, final norm, tied or untied head."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -47,13 +48,7 @@ def scan_plan(blocks: tuple[BlockConfig, ...]) -> tuple[Run, ...]:
     for size in range(1, len(blocks) // 2 + 1):
         if len(blocks) % size == 0 and blocks[:size] * (len(blocks) // size) == blocks:
             return (Run(blocks[:size], len(blocks) // size),)
-    runs: list[Run] = []
-    for block in blocks:
-        if runs and runs[-1].unit == (block,):
-            runs[-1] = Run((block,), runs[-1].repeats + 1)
-        else:
-            runs.append(Run((block,), 1))
-    return tuple(runs)
+    return tuple(Run((block,), len([*same])) for block, same in itertools.groupby(blocks))
 
 
 def layer_slots(config: TransformerConfig) -> list[Slot]:
@@ -164,8 +159,7 @@ class Transformer(Configured):
         h = lookup(self._gathered(self.embedding).astype(dtype), tokens)
         row, reports = row._replace(embeddings=h), []
         for index, run in enumerate(self.plan):
-            unit = getattr(self, f"group_{index}")
-            h, run_reports = self._run(unit, run, h, row)
+            h, run_reports = self._run(getattr(self, f"group_{index}"), run, h, row)
             reports.extend(run_reports)
         joined = jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports) if reports else None
         return h, joined

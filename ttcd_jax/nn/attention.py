@@ -47,16 +47,13 @@ class Heads(Dims):
     has_sink_logits: bool = False
 
     def validate(self) -> None:
-        if self.head_dim is None and self.dim % self.num_heads:
-            raise UserError(
-                f"num_heads {self.num_heads} does not divide dim {self.dim}; set head_dim"
-            )
-        if self.num_heads % self.kv_heads:
-            raise UserError(
-                f"num_kv_heads {self.kv_heads} does not divide num_heads {self.num_heads}"
-            )
-        if self.head_size % 2:
-            raise UserError(f"head_dim {self.head_size} is odd; rotary embedding turns pairs")
+        N, K, H = self.num_heads, self.kv_heads, self.head_size
+        if self.head_dim is None and self.dim % N:
+            raise UserError(f"num_heads {N} does not divide dim {self.dim}; set head_dim")
+        if N % K:
+            raise UserError(f"num_kv_heads {K} does not divide num_heads {N}")
+        if H % 2:
+            raise UserError(f"head_dim {H} is odd; rotary embedding turns pairs")
 
     @property
     def kv_heads(self) -> int:
@@ -114,6 +111,7 @@ class Attention(Mixer, config=AttentionConfig):
 
     def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
+        self.windows: Windows = (config.window,)
         D, H, wide = config.dim, config.head_size, config.width
         narrow = config.kv_heads * H
         std, dtype = config.init_std, config.precision.param_dtype
@@ -136,15 +134,10 @@ class Attention(Mixer, config=AttentionConfig):
         count = self.config.sink_tokens
         return Sinks(count, positions if count else None, logits)
 
-    @property
-    def windows(self) -> Windows:
-        return (self.config.window,)
-
     def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, None]:
-        q, k, v = self.project(x, row.positions)
         implementation, sinks = self.config.attention_implementation, self.sinks(row.positions)
-        seen = attend(q, k, v, row.segment_ids, self.windows, implementation, sinks)
-        return self._out(seen), None
+        qkv = self.project(x, row.positions)
+        return self._out(attend(*qkv, row.segment_ids, self.windows, implementation, sinks)), None
 
     def start(self, batch_size: int, max_length: int | None) -> KVCache:
         return start_cache(self.config, batch_size, max_length)
@@ -175,7 +168,8 @@ class Attention(Mixer, config=AttentionConfig):
         return rotate(q, positions, config.rope), rotate(k, positions, config.rope), v
 
     def _out(self, seen: Outputs) -> Output:
-        return self.project_out(seen[0])
+        views = [self.project_out(heads) for heads in seen]
+        return Views(*views) if views[1:] else views[0]
 
     def project_out(self, heads: Float[Array, "B T N H"]) -> Hidden:
         flat = heads.reshape(*heads.shape[:2], -1)
@@ -237,12 +231,4 @@ class DualWindowAttention(Attention, config=DualWindowConfig):
 
     def __init__(self, config: DualWindowConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config.attention, rngs=rngs)
-        self.student_window = config.student_window
-
-    @property
-    def windows(self) -> Windows:
-        return self.config.window, self.student_window
-
-    def _out(self, seen: Outputs) -> Views:
-        teacher, student = seen
-        return Views(self.project_out(teacher), self.project_out(student))
+        self.windows = config.attention.window, config.student_window

@@ -127,9 +127,6 @@ class Sublayer(Configured):
         if config is not None:
             config.layer, cls.config_class = cls, config
 
-    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
-        raise AssertionError(f"{type(self).__name__} defines its own parameters")
-
     def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, Report]:
         """(output, the report of the layer's memory)."""
         raise AssertionError(f"{type(self).__name__} defines its own forward")

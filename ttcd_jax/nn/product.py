@@ -20,25 +20,19 @@ def product(
     cotangent to the operands' dtype first: differentiating through `preferred_element_type` would
     multiply it as it is, a float32 product in a bfloat16 model. Every letter of an operand must be
     in the other one or in the result."""
-    return cast(jax.Array, _product(equation, a, b, dtype))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _product(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax.Array:
-    return jnp.einsum(equation, a, b, preferred_element_type=dtype)
-
-
-def _backward(equation: str, dtype: DTypeLike, saved: Operands, d_out: jax.Array) -> Operands:
-    a, b = saved
+    einsum = functools.partial(jnp.einsum, preferred_element_type=dtype)
     operands, out = equation.split("->")
     left, right = operands.split(",")
-    d_out = d_out.astype(a.dtype)
-    d_a = jnp.einsum(f"{out},{right}->{left}", d_out, b, preferred_element_type=dtype)
-    d_b = jnp.einsum(f"{out},{left}->{right}", d_out, a, preferred_element_type=dtype)
-    return d_a.astype(a.dtype), d_b.astype(b.dtype)
 
+    def backward(saved: Operands, d_out: jax.Array) -> Operands:
+        (a, b), d_out = saved, d_out.astype(saved[0].dtype)
+        d_a = einsum(f"{out},{right}->{left}", d_out, b)
+        d_b = einsum(f"{out},{left}->{right}", d_out, a)
+        return d_a.astype(a.dtype), d_b.astype(b.dtype)
 
-_product.defvjp(lambda equation, a, b, dtype: (_product(equation, a, b, dtype), (a, b)), _backward)
+    multiply = jax.custom_vjp(lambda a, b: einsum(equation, a, b))
+    multiply.defvjp(lambda a, b: (einsum(equation, a, b), (a, b)), backward)
+    return multiply(a, b)
 
 
 def weight_product(

@@ -61,13 +61,9 @@ class RopeConfig(Config):
     linear_factor: PositiveFloat = 1.0
 
     def validate(self) -> None:
-        is_set = {
-            "yarn": self.yarn is not None,
-            "llama3": self.llama3 is not None,
-            "linear_factor": self.linear_factor != 1,
-        }
-        if sum(is_set.values()) > 1:
-            names = " and ".join(name for name in is_set if is_set[name])
+        ways = {"yarn": self.yarn, "llama3": self.llama3, "linear_factor": self.linear_factor != 1}
+        if len(names := [name for name, way in ways.items() if way]) > 1:
+            names = " and ".join(names)
             raise UserError(f"RopeConfig has {names}: take one way to scale the positions")
 
 

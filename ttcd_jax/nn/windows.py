@@ -14,16 +14,13 @@ from ttcd_kernels.decode import api as decode
 from ttcd_kernels.dual_window.api import Implementation, dual_window_attention_with_lse
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.nn.row import Piece, scatter
+from ttcd_jax.nn.row import Piece, after_tail, scatter
 from ttcd_jax.nn.sinks import NO_SINKS, KeysValues, Sinks, joined, seen_by
 from ttcd_jax.sharding import rules, sequence
 
 # The widest first; None: full attention.
 Windows = tuple[int | None] | tuple[int | None, int]
 Outputs = tuple[Float[Array, "B T N H"], ...]
-
-_QUERIES = ("batch", "length", "heads")
-_KEYS = ("batch", "length", "kv_heads")
 
 
 def attend(
@@ -68,9 +65,10 @@ def attend(
         )
         return joined(outputs, windows, q, seen_by(shard, (k, v), segment_ids, own), own.logits)
 
+    queries, keys = (("batch", "length", heads) for heads in ("heads", "kv_heads"))
     kept, tokens = ("batch", None, "kv_heads"), ("batch", "length")
-    names = (_QUERIES, _KEYS, _KEYS, tokens, tokens, ("heads",), kept)
-    run = rules.sharded(on_shard, names, (_QUERIES,) * len(windows))
+    names = (queries, keys, keys, tokens, tokens, ("heads",), kept)
+    run = rules.sharded(on_shard, names, (queries,) * len(windows))
     return run(q, k, v, segment_ids, *sinks[1:])
 
 
@@ -111,11 +109,10 @@ def attend_cached(
         return _one_token(q, piece, after, windows, implementation, sinks), after
     piece.cut.check("window", windows[0])
     ids, keys, values = None, k, v
-    if piece.halo:
-        keys, values = (
-            jnp.concatenate([_newest(x, piece), new], axis=1)
-            for x, new in zip(cache[:2], (k, v), strict=True)
-        )
+    if piece.halo:  # the positions before the piece, in order
+        slots = (piece.start[:, None] + jnp.arange(-piece.halo, 0)) % cache.keys.shape[1]
+        halo = jax.vmap(lambda row, slots: tuple(x[slots] for x in row))(cache[:2], slots)
+        keys, values = after_tail(halo, (k, v))
     if piece.has_gap:
         # Slots that were never written are one more document.
         positions = piece.start[:, None] + jnp.arange(-piece.halo, k.shape[1])
@@ -145,12 +142,6 @@ def _one_token(
     )
     seen = seen_by(rules.Shard(), cache[:2], None, sinks)
     return joined([x[:, None] for x in outputs], windows, q, seen, sinks.logits)
-
-
-def _newest(x: Float[Array, "B W K H"], piece: Piece) -> Float[Array, "B S K H"]:
-    """The `halo` positions before the piece, in order."""
-    slots = (piece.start[:, None] + jnp.arange(-piece.halo, 0)) % x.shape[1]
-    return jax.vmap(lambda row, slots: row[slots])(x, slots)
 
 
 def _appended(cache: KVCache, k: jax.Array, v: jax.Array, piece: Piece) -> KVCache:

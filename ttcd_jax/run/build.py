@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from ttcd_jax import units
 from ttcd_jax.data.pipeline import Batches, CallerBatches, Fields, MakeBatches, StepBatches
 from ttcd_jax.data.sources import BatchesConfig
+from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import ResourceError, UserError
 from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.run.config import RunConfig
@@ -98,11 +99,11 @@ class Program:
     `fresh_state` or `state_with`.
 
     `config` is the run's with its layout (`ttcd_jax.run.layout`). `state` and `batch` are the
-    training state and a batch as `jax.ShapeDtypeStruct`s with their shardings; `skips` are the
-    counts of bad steps, which a state may lack. `step` and `measures` are lowered under
-    `jax.set_mesh(mesh)`. Raises `UserError` for rows or parameters that do not divide among the
-    devices, and for parameters that `OptimizerConfig.rates` or `RunConfig.memory_warmup` needs and
-    the model lacks.
+    training state and a batch as `jax.ShapeDtypeStruct`s with their shardings; `skips` are
+    the counts of bad steps, which a state may lack, `placement.rows` those that this process makes.
+    `step` and `measures` are lowered under `jax.set_mesh(mesh)`. Raises `UserError` for rows or
+    parameters that do not divide among the devices, and for parameters that `OptimizerConfig.rates`
+    or `RunConfig.memory_warmup` needs and the model lacks.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh | None = None) -> None:
@@ -110,10 +111,10 @@ class Program:
         self.config = laid_out(config, mesh)
         model, optimizer = self.config.model, config.optimizer
         length = config.data.seq_len
-        self._placement = Placement(mesh, batch_size=config.batch_size, length=length)
-        ids = () if config.data.rows_are_documents else ("segment_ids",)
+        self.placement = Placement(mesh, batch_size=config.batch_size, length=length)
+        ids = () if isinstance(config.data, RecallConfig | BatchesConfig) else ("segment_ids",)
         kinds = dict.fromkeys(("tokens", "targets", "positions", *ids), "int32")
-        self.batch = self._placement.abstract(kinds | {"loss_mask": "bool"})
+        self.batch = self.placement.abstract(kinds | {"loss_mask": "bool"})
         factors = rate_factors(model, optimizer.rates)
         self._prepare = preparation(model, factors, config.memory_warmup)
         schedule = optimizer.schedule
@@ -128,14 +129,9 @@ class Program:
         state = jax.eval_shape(self._state_of, train_state.abstract_params(model))
         self.state = train_state.placed_as(state, self._shardings)
 
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The rows of a batch that this process supplies."""
-        return self._placement.rows
-
     def placed(self, batch: Fields) -> Batch:
         """The fields of a batch that the step reads, on the devices, from this process's rows."""
-        return self._placement({name: batch[name] for name in self.batch})
+        return self.placement({name: batch[name] for name in self.batch})
 
     def check_bytes(self) -> None:
         """Raises `ResourceError` for a device smaller than its shards of state and batch."""
@@ -184,10 +180,9 @@ class Program:
     def resumed(self, state: dict[str, Any]) -> train_state.TrainState:
         """The state of a checkpoint, with counts of bad steps if this run has them, and if it lacks
         them from 0; the earlier run may have done otherwise."""
-        skips = state.pop("skips", None) or jax.jit(no_skips, out_shardings=replicated(self.mesh))()
-        return train_state.TrainState(
-            **state, **({"skips": skips} if self.config.counts_skips else {})
-        )
+        if "skips" not in state:
+            state["skips"] = jax.jit(no_skips, out_shardings=replicated(self.mesh))()
+        return train_state.TrainState(**{name: state[name] for name in self.state})
 
     def _state_of(self, params: train_state.Params) -> train_state.TrainState:
         state = train_state.state_of(self._optimizer, params)

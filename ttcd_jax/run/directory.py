@@ -41,11 +41,11 @@ from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, w
 METRICS = "metrics.jsonl"
 TOKENIZER = "tokenizer.json"
 IMPORTED = "imported"  # the data type of an imported run
+IMPORT = "import.json"
 
 # 1 stored layers stacked, 2 stored them one by one, 3 has a sha256 of config.json in it.
 FORMAT = 3
 
-_IMPORT = "import.json"
 _OF_THE_FILE = ("format", "sha256", "changes", "imports")  # no fields of the configuration
 # The files of a claim in the order they are written: without the last it was not finished.
 _CLAIM = ("environment.json", MANIFEST, "config.gin", "config.json")
@@ -122,7 +122,7 @@ class RunDirectory:
         accepted = accepted_changes(self.path, old, config, changes, layout)
         if not self.is_claimed:
             self.check_free()
-            self._write(config, MANIFEST, data, source)
+            self.write(config, data, MANIFEST, source)
             return
         check_unchanged(self.path, lambda: data)
         if not accepted:
@@ -147,15 +147,20 @@ class RunDirectory:
                 "--run_dir"
             )
 
-    def write_import(self, config: dict[str, Any], metadata: dict[str, Any]) -> None:
-        """Writes the files of an imported run: its configuration and its origin."""
-        self._write(config, _IMPORT, metadata)
-
-    def _write(
-        self, config: dict[str, Any], name: str, content: dict[str, Any], source: str | None = None
+    def write(
+        self, config: dict[str, Any], origin: dict[str, Any], name: str, source: str | None = None
     ) -> None:
-        write_json(self.path / "environment.json", _environment())
-        write_json(self.path / name, content)
+        """Writes the files of a new run: of its `origin` the file `name`, which for a run that is
+        trained is `MANIFEST`, for an imported one `IMPORT`."""
+        environment = {
+            "command": sys.argv,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "packages": {name: metadata.version(name) for name in PACKAGES},
+            "devices": [device.device_kind for device in jax.devices()],
+        }
+        write_json(self.path / "environment.json", environment)
+        write_json(self.path / name, origin)
         self._write_config(config, source, [])
 
     def _write_config(
@@ -171,7 +176,7 @@ class RunDirectory:
 
     def read_import(self) -> dict[str, Any] | None:
         """The origin of an imported run; None for a run that was trained."""
-        return self._read(_IMPORT) if (self.path / _IMPORT).exists() else None
+        return self._read(IMPORT) if (self.path / IMPORT).exists() else None
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -205,19 +210,11 @@ class RunDirectory:
         return read_json(self.path / name)
 
 
-class LoadedParams(NamedTuple):
-    """The parameters of a run as a nested dict, their configuration, their step."""
-
-    params: dict[str, Any]
-    config: TransformerConfig
-    step: int
-
-
 def load_params(
     run_dir: str | os.PathLike[str], step: int | None = None, changes: Sequence[str] = ()
-) -> LoadedParams:
-    """The parameters of a run, on the mesh in use (`jax.set_mesh`) if there is one, else on the
-    first device. The arguments and errors are those of `load_run`."""
+) -> tuple[dict[str, Any], TransformerConfig, int]:
+    """(parameters, configuration, step) of a run, on the mesh in use (`jax.set_mesh`) if there is
+    one, else on the first device. The arguments and errors are those of `load_run`."""
     directory = RunDirectory(run_dir)
     if step is not None and type(step) is not int:
         raise UserError(f"step {step!r} is not a number")
@@ -229,7 +226,7 @@ def load_params(
         params = placed_as(params, params_shardings(config, mesh))
     with open_checkpoints(directory, config) as checkpoints:
         step, state = checkpoints.restore({"params": params}, step)
-    return LoadedParams(state["params"], changed, step)
+    return state["params"], changed, step
 
 
 def open_checkpoints(
@@ -315,13 +312,3 @@ def chat_template(directory: RunDirectory) -> str:
             f"{directory.path} has no chat template: it is not of a checkpoint that answers"
         )
     return template
-
-
-def _environment() -> dict[str, Any]:
-    return {
-        "command": sys.argv,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: metadata.version(name) for name in PACKAGES},
-        "devices": [device.device_kind for device in jax.devices()],
-    }

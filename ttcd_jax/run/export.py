@@ -1,6 +1,5 @@
 """A run as a checkpoint of another implementation: tensors and small files."""
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from ttcd_jax.data.tokenizer import build_tokenizer
 from ttcd_jax.errors import CheckpointError
 from ttcd_jax.files import read_json
 from ttcd_jax.interop.checkpoint import CONFIG
-from ttcd_jax.interop.hugging_face import MODELING, TRIED, export_hugging_face, text_files
+from ttcd_jax.interop.hugging_face import MODELING, TRIED, export_hugging_face, is_own, text_files
 from ttcd_jax.interop.reference_config import export_reference
 from ttcd_jax.methods import method_named
 from ttcd_jax.models.config import TransformerConfig
@@ -52,23 +51,21 @@ def exported_run(
         copied = {TOKENIZER: file.read_bytes().decode()} if file.is_file() else {}
         return tensors, {CONFIG: text} | copied, step
     length = row_length(directory.read_part("data"))
-    tensors, files = export_hugging_face(
-        params, config, length=length, metadata=metadata, dtype=dtype
-    )
+    keys: dict[str, Any] = {"max_position_embeddings": length}
+    tensors, text = export_hugging_face(params, config, metadata, dtype, **keys)
+    files = {CONFIG: text} | ({MODELING.name: MODELING.read_text()} if is_own(config) else {})
     if (tokenizer := tokenizer_config(directory)) is not None:
         stored = imported_texts(directory)
         files |= text_files(build_tokenizer(tokenizer), stored) | (stored if metadata else {})
         if tokenizer.path is not None:
             files["tokenizer.json"] = Path(tokenizer.path).read_text()
-    count = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    files["README.md"] = _card(directory, config, step, count, has_code=MODELING.name in files)
+    count = sum(tensor.size for tensor in tensors.values())
+    files["README.md"] = _card(directory, config, step, count)
     return tensors, files, step
 
 
-def _card(
-    directory: RunDirectory, config: TransformerConfig, step: int, count: int, *, has_code: bool
-) -> str:
-    method = method_named(config.method)
+def _card(directory: RunDirectory, config: TransformerConfig, step: int, count: int) -> str:
+    method, has_code = method_named(config.method), is_own(config)
     flag = ", trust_remote_code=True" if has_code else ""
     notes = [f"Tried with transformers {', '.join(TRIED)}.", _NOTE, ""] if has_code else []
     lines = [

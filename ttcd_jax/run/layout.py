@@ -15,8 +15,6 @@ The layout changes speed and device memory, not the losses: a run may resume on 
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -51,10 +49,9 @@ def mesh_config(config: RunConfig, num_devices: int) -> MeshConfig:
     return MeshConfig(fsdp=num_devices // seq, seq=seq)
 
 
-def run_mesh(config: RunConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of a run over `devices` (default: all of the job). `UserError` as `build_mesh`."""
-    devices = jax.devices() if devices is None else devices
-    return build_mesh(mesh_config(config, len(devices)), devices)
+def run_mesh(config: RunConfig) -> Mesh:
+    """The mesh of a run over all devices of the job. `UserError` as `build_mesh`."""
+    return build_mesh(mesh_config(config, jax.device_count()))
 
 
 def num_parts(config: RunConfig, mesh: Mesh | AbstractMesh) -> int:

@@ -62,8 +62,12 @@ def reporter(
 
     def log(step: int, metrics: HostMetrics) -> None:
         nonlocal waited
-        record: dict[str, Any] = flat_metrics(metrics)
-        record.pop("is_skipped", None)
+        record: dict[str, Any] = {  # an array [fast layers] becomes name/0, name/1, ...
+            "/".join([name, *map(str, index)]): float(x)
+            for name, value in metrics.items()
+            for index, x in np.ndenumerate(value)
+            if name != "is_skipped"
+        }
         (last_step, last_time), left = progress.last, progress.left(step)
         steps, seconds = step - last_step, max(progress.last[1] - last_time, 1e-9)
         before, waited = waited, record.pop("data_seconds")
@@ -109,15 +113,6 @@ def _warn_of_memory(step: int, record: dict[str, Any], warned: set[str]) -> None
 def batch_rows(config: RunConfig, step: int) -> tuple[int, int]:
     """The first and the last row of the batch of the `step`-th step, in the order of the data."""
     return (step - 1) * config.batch_size, step * config.batch_size - 1
-
-
-def flat_metrics(metrics: HostMetrics) -> dict[str, float]:
-    """Scalars by name; an array [fast layers] becomes name/0, name/1, ..."""
-    return {
-        "/".join([name, *map(str, index)]): float(x)
-        for name, value in metrics.items()
-        for index, x in np.ndenumerate(value)
-    }
 
 
 class MetricFiles:
@@ -199,12 +194,8 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 def _show(progress: Progress, step: int, left: str, steps: int, record: dict[str, float]) -> None:
     """Shows the line of a report."""
-    parts = [
-        f"step {step:>{len(str(steps))}}/{steps}",
-        f"loss {record['loss']:.4f}",
-        f"{record['tokens_per_second']:,.0f} tokens/s",
-        left,
-    ]
+    parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {record['loss']:.4f}"]
+    parts += [f"{record['tokens_per_second']:,.0f} tokens/s", left]
     if "mfu" in record:
         parts.append(f"MFU {record['mfu']:.1%}")
     ratios = [x for name, x in record.items() if name.startswith("memory_ratio")]

@@ -1,13 +1,12 @@
 """The start of a run from the parameters of another run, matched by their names on disk: of any run
 whose layers fit, whatever its method."""
 
-import fnmatch
 from typing import Any, NamedTuple
 
 import jax
 from flax.traverse_util import unflatten_dict
 
-from ttcd_jax.errors import CheckpointError, UserError
+from ttcd_jax.errors import CheckpointError
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.run.bindings import Inherit
 from ttcd_jax.run.build import Program
@@ -57,15 +56,8 @@ def plan_start(config: RunConfig) -> StartPlan:
     assert config.start_from is not None
     stored = disk.stored_params(model_config(RunDirectory(config.start_from)))
     model = disk.stored_params(config.model)
-    dropped: set[str] = set()
-    for pattern in config.start_drops:
-        matches = fnmatch.filter(stored, pattern)
-        if not matches:
-            raise UserError(
-                f"RunConfig.start_drops {pattern!r} names no parameter of {config.start_from!r}, "
-                f"which has {', '.join(disk.by_layers(stored))}"
-            )
-        dropped |= set(matches)
+    where = "RunConfig.start_drops", stored, repr(config.start_from)
+    dropped = {x for pattern in config.start_drops for x in disk.matching(pattern, *where)}
     offered = {name: leaf for name, leaf in stored.items() if name not in dropped}
     problem = disk.misfit({name: leaf for name, leaf in model.items() if name in offered}, offered)
     if problem:

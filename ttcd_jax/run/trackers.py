@@ -5,7 +5,7 @@ import contextlib
 import importlib.util
 import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -49,13 +49,9 @@ class WeightsAndBiases:
         stored = run_dir / "wandb" / "id"
         if not stored.exists():
             write_whole(stored, uuid.uuid4().hex)
-        settings = wandb.Settings(
-            silent=True,
-            console="off",
-            init_timeout=10.0,
-            finish_timeout=5.0,
-            x_transaction_log_flush_interval=1.0,  # seconds that a kill loses
-        )
+        seconds: dict[str, Any] = {"init_timeout": 10.0, "finish_timeout": 5.0}
+        seconds["x_transaction_log_flush_interval"] = 1.0  # that a kill loses
+        settings = wandb.Settings(silent=True, console="off", **seconds)
         wandb.setup(settings)  # silent from here on: no prompt for a key either
         self._run = wandb.init(
             id=stored.read_text(encoding="utf-8"),
@@ -80,12 +76,7 @@ register = TRACKERS.add  # (class or function of the tracker, name in `RunConfig
 register(WeightsAndBiases, "wandb")
 
 
-def named(names: Iterable[str]) -> list[Tracker]:
-    """The trackers of `RunConfig.trackers`. Raises `UserError` for a package that is missing."""
-    return [TRACKERS.named(name)() for name in names]
-
-
-class Guarded:
+class Guarded(contextlib.AbstractContextManager):
     """A tracker that gets no more calls after the first one that raises, which is a warning."""
 
     def __init__(self, tracker: Tracker) -> None:
@@ -94,11 +85,10 @@ class Guarded:
     def call(self, method: Literal["start", "write", "close"], *arguments: Any) -> None:
         """Calls a method of the tracker, in this thread: the run waits for it."""
         if not self._has_failed:
-            with contextlib.ExitStack() as stack:
-                stack.push(self._failed)
+            with self:
                 getattr(self._tracker, method)(*arguments)
 
-    def _failed(self, kind: object, error: BaseException | None, trace: object) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self._has_failed = isinstance(error, Exception | SystemExit)
         if self._has_failed:
             problem = f"failed ({type(error).__name__}: {' '.join(str(error).split())})"

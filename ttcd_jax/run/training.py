@@ -25,7 +25,7 @@ from ttcd_jax.run.directory import METRICS, RunDirectory
 from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
 from ttcd_jax.run.reporting import batch_rows, read_metrics, reporter
 from ttcd_jax.run.start import plan_start, started_state
-from ttcd_jax.run.trackers import Tracker, named
+from ttcd_jax.run.trackers import TRACKERS, Tracker
 from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.terminal import phase, say, say_started
 from ttcd_jax.train.checkpoint import Checkpoints, Kept, check_directory
@@ -74,7 +74,8 @@ def train_run(
     """
     if not isinstance(config, RunConfig):
         raise UserError(f"a run's configuration is a RunConfig, not {config!r:.60}")
-    directory, trackers = RunDirectory(run_dir), [*named(config.trackers), *trackers]
+    directory = RunDirectory(run_dir)
+    trackers = [*(TRACKERS.named(name)() for name in config.trackers), *trackers]
     options = {"run_dir": str(directory.path), "changes": [*changes], "profile": str(profile)}
     options |= {"hang_seconds": hang_seconds} | common_fields(config.to_dict())
     with Watchdog(jax.process_count(), minimum_seconds=hang_seconds) as watchdog:
@@ -85,7 +86,7 @@ def train_run(
         is_first = jax.process_index() == 0
         with directory.lock() if is_first else contextlib.nullcontext(), jax.set_mesh(program.mesh):
             with phase("reading data"):
-                data, manifest = build.build_data(config, program.rows, batches)
+                data, manifest = build.build_data(config, program.placement.rows, batches)
             agree("data", common_fields(manifest), watchdog.save_seconds)
             if is_first:
                 _check_kept(directory)
@@ -248,11 +249,8 @@ def _compiled(
     with phase("compiling the metrics"):
         measures = [measure.compile() for measure in program.measures()]
     say_started()
-
-    def is_due(done: int) -> bool:
-        return done % program.config.log_every == 0 or done == program.config.steps
-
-    return measured(step, measures, start=start, is_due=is_due), state
+    every, last = program.config.log_every, program.config.steps
+    return measured(step, measures, start=start, every=every, last=last), state
 
 
 def _first_state(program: build.Program, checkpoints: Checkpoints) -> TrainState:

@@ -82,8 +82,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
     if config.slices == 1:
         array = mesh_utils.create_device_mesh(inside, devices)
     else:
-        options = {"process_is_granule": config.slices != num_slices}
-        options["allow_split_physical_axes"] = True
-        slices = (config.slices, 1, 1, 1)
+        slices, by_host = (config.slices, 1, 1, 1), config.slices != num_slices
+        options = {"process_is_granule": by_host, "allow_split_physical_axes": True}
         array = mesh_utils.create_hybrid_device_mesh(inside, slices, devices, **options)
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))

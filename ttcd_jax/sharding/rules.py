@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from ttcd_jax.axes import LOGICAL_AXES
 from ttcd_jax.errors import UserError
 from ttcd_jax.sharding.mesh import AXES
 
@@ -24,20 +25,10 @@ Names = Sequence[str | None]
 BATCH, LENGTH = ("data", "fsdp"), ("seq",)
 
 RULES: dict[str, tuple[str, ...]] = {
-    # Parameter axes. `()` means replicated.
+    # Parameter axes: replicated, unless they follow.
+    **dict.fromkeys(LOGICAL_AXES, ()),
+    **dict.fromkeys(("mlp", "heads", "kv_heads", "vocab"), ("tensor",)),
     "embed": ("fsdp", "seq"),
-    "embed_out": (),
-    "mlp": ("tensor",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "head_dim": (),
-    "vocab": ("tensor",),
-    "taps": (),
-    "fast_heads": (),
-    "fast_mlp": (),
-    "rank": (),
-    "scales": (),
-    "layers": (),
     # Activation axes. The model dimension of an activation is always whole: None.
     "batch": BATCH,
     "length": LENGTH,
@@ -98,9 +89,7 @@ class Shard(NamedTuple):
     min = functools.partialmethod(reduced, jax.lax.pmin)
 
 
-def sharded(
-    function: Callable[..., Any], inputs: Sequence[Any], outputs: Any
-) -> Callable[..., Any]:
+def sharded(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable:
     """`function(shard, *arrays)`, run by every device on its shards of the arrays.
 
     `inputs` and `outputs` hold logical axes: one tuple of names per array, or one for all arrays of

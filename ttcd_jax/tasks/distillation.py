@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.measure.pictures import Picture, plot_lines
 from ttcd_jax.measure.scorer import Scorer, batches, placed, whole
-from ttcd_jax.measure.task import Arrays, RowTask, Series, Subject, register
+from ttcd_jax.measure.task import Arrays, RowTask, Series, Subject, register, table_of
 from ttcd_jax.memory.distillation import Distillation, summary
 from ttcd_jax.models.config import layers_with_teacher
 from ttcd_jax.models.transformer import Transformer
@@ -109,15 +110,13 @@ class StudentTeacher(RowTask[LayerDistances]):
     def table(cls, series: Series[LayerDistances]) -> list[TableRow]:
         """A row per layer, over all positions; a column per measure, and run if there are
         several."""
-        rows: dict[int, dict[str, Any]] = {}
+        columns = {}
         for name, records in series.items():
             prefix = f"{name}: " if len(series) > 1 else ""
-            for record in records:
-                if record.context == "all":
-                    row = rows.setdefault(record.layer, {cls.key: record.layer})
-                    row |= {f"{prefix}{name}": getattr(record, name) for name in _MEASURES}
-        columns = dict.fromkeys(column for row in rows.values() for column in row)
-        return [dict.fromkeys(columns) | rows[layer] for layer in sorted(rows)]
+            overall = [x for x in records if x.context == "all"]
+            for measure in _MEASURES:
+                columns[f"{prefix}{measure}"] = {x.layer: getattr(x, measure) for x in overall}
+        return sorted(table_of(cls.key, columns), key=operator.itemgetter(cls.key))
 
     @classmethod
     def pictures(

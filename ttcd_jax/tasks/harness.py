@@ -14,7 +14,7 @@ from ttcd_jax.config import LIMIT, NonNegative
 from ttcd_jax.errors import UserError, listed
 from ttcd_jax.measure.pictures import Picture
 from ttcd_jax.measure.scorer import Scorer
-from ttcd_jax.measure.task import Series, Subject, Task, digest, register
+from ttcd_jax.measure.task import Series, Subject, Task, digest, register, table_of
 
 
 class Score(NamedTuple):
@@ -83,14 +83,11 @@ class Harness(Task[Any, Score]):
     @classmethod
     def table(cls, series: Series[Score]) -> list[Row]:
         """The tasks asked for, without the members of groups; accuracies of choices in percent."""
-        rows: dict[str, dict[str, Any]] = {}
-        for name, records in series.items():
-            for record in records:
-                if record.depth == 0:
-                    factor, unit = (1, "") if record.chance is None else (100, " (%)")
-                    bucket = f"{record.task}, {record.metric}{unit}"
-                    rows.setdefault(bucket, {cls.key: bucket})[name] = factor * record.value
-        return [*rows.values()]
+        columns: dict[str, dict[str, float]] = {name: {} for name in series}
+        for name, record in ((x, y) for x in series for y in series[x] if y.depth == 0):
+            factor, unit = (1, "") if record.chance is None else (100, " (%)")
+            columns[name][f"{record.task}, {record.metric}{unit}"] = factor * record.value
+        return table_of(cls.key, columns)
 
     @classmethod
     def unit(cls, series: Series[Score]) -> tuple[str, str]:

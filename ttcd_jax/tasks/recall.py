@@ -23,6 +23,7 @@ from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
 _SEED = 1_000_003  # differs from any training seed of a few digits
 _BUCKETS_BEYOND = 4
 _MAX_NEEDLES = 4
+By = Literal["decode", "prefill"]  # how a haystack is read
 
 
 class DistanceAccuracy(NamedTuple):
@@ -81,7 +82,7 @@ class Needle(_OnRecallData):
     rank = 46
 
     distances: Annotated[tuple[Positive, ...], DISTINCT] = (16, 32, 64, 128, 256, 512)
-    by: Literal["decode", "prefill"] = "decode"
+    by: By = "decode"
 
     def rows(self, subject: Subject) -> Needles:
         if jax.process_count() > 1:
@@ -135,11 +136,7 @@ def by_distance(scores: Scores, rows: Arrays, reach: int | None) -> list[Distanc
 
 
 def read_back(
-    model: InferenceModel,
-    needles: Needles,
-    distances: Iterable[int],
-    memory: MemoryMode = "kept",
-    by: Literal["decode", "prefill"] = "decode",
+    model: InferenceModel, needles: Needles, distances: Iterable[int], memory: MemoryMode, by: By
 ) -> list[DistanceAccuracy]:
     """Accuracy at the needles of a prompt after each of `distances` tokens of haystack, at most all
     of it, read one by one or in one pass."""

@@ -89,12 +89,6 @@ def _to_leaves(items: dict[str, Any]) -> Leaves:
     return by_name({_PARAMS: items[_PARAMS], **items.get(_TRAIN, {})})
 
 
-def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The leaf, on the first device if it has no sharding, wherever it was saved from."""
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or here)
-
-
 def _reason(error: BaseException) -> str:
     lines = str(error).splitlines() or [""]
     return lines[0] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[0][:400]}"
@@ -268,7 +262,9 @@ class Checkpoints:
         with self._reporting_read(chosen):
             absent = {x for x in OPTIONAL & {*abstract_state} if x not in metadata[_TRAIN].tree}
             abstract_state = {x: abstract_state[x] for x in abstract_state if x not in absent}
-            wanted = by_name(jax.tree.map(_with_sharding, abstract_state))
+            here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])  # if there is no other
+            wanted = by_name(abstract_state)
+            wanted = {x: y.update(sharding=y.sharding or here) for x, y in wanted.items()}
             items = _to_items(self._on_disk(wanted))
             stored = {name: metadata[name].tree for name in items}
         problem = misfit(_to_leaves(items), _to_leaves(stored), ("shape", "dtype"))
@@ -432,15 +428,14 @@ class _StreamingHandler(NumpyHandler):
         return []
 
 
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    streaming = _StreamingHandler(deepcopy_host_arrays=False)
-    registry = create_type_handler_registry((StreamedLeaf, streaming))
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-
-
 class StreamedCheckpoints(Checkpoints):
     """Writes states whose leaves are `StreamedLeaf`s, under their names on disk; `Checkpoints`
     reads them."""
 
-    handler = _handler
     save_args = ocp.args.PyTreeSave
+
+    @staticmethod
+    def handler() -> ocp.PyTreeCheckpointHandler:
+        streaming = _StreamingHandler(deepcopy_host_arrays=False)
+        registry = create_type_handler_registry((StreamedLeaf, streaming))
+        return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.models.config import TransformerConfig, block_configs
-from ttcd_jax.train.layers_on_disk import by_layers, per_parameter, stored_params
+from ttcd_jax.train.layers_on_disk import matching, per_parameter, stored_params
 from ttcd_jax.train.optimizer import Rates
 from ttcd_jax.train.state import Params
 from ttcd_jax.train.step import Prepare
@@ -24,11 +24,7 @@ def rate_factors(config: TransformerConfig, rates: Rates) -> Params | None:
         return None
     names = stored_params(config)
     for pattern, _ in rates:
-        if not fnmatch.filter(names, pattern):
-            raise UserError(
-                f"OptimizerConfig.rates {pattern!r} names no parameter of the model, which has "
-                f"{', '.join(by_layers(names))}"
-            )
+        matching(pattern, "OptimizerConfig.rates", names, "the model")
 
     def factor(name: str) -> float:
         return next((x for pattern, x in rates if fnmatch.fnmatchcase(name, pattern)), 1.0)

@@ -49,17 +49,13 @@ def parse_topology(text: str) -> tuple[Hardware, int]:
     match = re.fullmatch(r"([a-z]\w*?)x(\d{1,9})", text.lower())
     if match is None or int(match[2]) < 1:
         raise UserError(f"topology {text!r} must be a device and a number, as in 'h100x64'")
-    name, count = match[1].upper(), int(match[2])
-    if name not in HARDWARE:
-        known = [device.lower() for device in HARDWARE]
-        raise UserError(
-            f"topology {text!r}: no data sheet of {match[1]!r}{closest(match[1], known)} "
-            f"(known: {', '.join(known)})"
-        )
+    name, count, known = match[1], int(match[2]), [device.lower() for device in HARDWARE]
+    if name not in known:
+        problem = f"topology {text!r}: no data sheet of {name!r}{closest(name, known)} "
+        raise UserError(problem + f"(known: {', '.join(known)})")
     if count > MOST_DEVICES:
         raise UserError(f"topology {text!r}: {count} devices, plans go up to {MOST_DEVICES}")
     if count > DEVICES_PER_NODE and count % DEVICES_PER_NODE:
-        raise UserError(
-            f"topology {text!r}: {count} devices do not fill nodes of {DEVICES_PER_NODE}"
-        )
-    return HARDWARE[name], count
+        problem = f"{count} devices do not fill nodes of {DEVICES_PER_NODE}"
+        raise UserError(f"topology {text!r}: {problem}")
+    return HARDWARE[name.upper()], count

@@ -5,9 +5,9 @@ On the devices, scanned layers are stacked into one array, `group_0/block_1/mlp/
 moments have their parameters' names after a prefix. Only this file maps one form to the other.
 """
 
-import functools
+import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ttcd_jax.errors import listed
+from ttcd_jax.errors import UserError, listed
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import layer_slots
 from ttcd_jax.train.state import abstract_params
@@ -72,7 +72,9 @@ def stacked(config: TransformerConfig, rows: Leaves, like: Leaves) -> Leaves:
     leaves = {}
     for name, leaf, names in _with_rows(config, like):
         found = [rows.pop(row) for row in names or [name]]
-        leaves[name] = _stack(leaf.sharding)(found) if names else found[0]
+        where = leaf.sharding  # `jax.jit` knows a function that it was given before
+        stack = np.stack if where is None else jax.jit(jnp.stack, out_shardings=where)
+        leaves[name] = stack(found) if names else found[0]
     return leaves
 
 
@@ -84,6 +86,15 @@ def per_parameter(config: TransformerConfig, value: Callable[[str], float]) -> d
         shape = (len(names), *[1] * (leaf.ndim - 1))
         values[name] = np.reshape(list(map(value, names)), shape) if names else value(name)
     return unflatten_dict(values, sep="/")
+
+
+def matching(pattern: str, field: str, names: Collection[str], owner: str) -> list[str]:
+    """The `names` on disk that a pattern of a configuration's `field` matches; a `UserError` if
+    there is none."""
+    if not (found := fnmatch.filter(names, pattern)):
+        problem = f"{field} {pattern!r} names no parameter of {owner}, which has "
+        raise UserError(problem + ", ".join(by_layers(names)))
+    return found
 
 
 def by_layers(names: Iterable[str]) -> list[str]:
@@ -111,25 +122,15 @@ def _with_rows(config: TransformerConfig, leaves: Leaves) -> Iterator[tuple[str,
 
 def _rows(leaf: Any) -> list[Any]:
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        where = None if leaf.sharding is None else _of_row(leaf.sharding)
+        where = _of_row(leaf.sharding)
         return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=where)] * len(leaf)
     if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-        return _split(_of_row(leaf.sharding))(leaf)
+        return jax.jit(list, out_shardings=_of_row(leaf.sharding))(leaf)
     return [leaf[i, ...] for i in range(len(leaf))]
 
 
-def _of_row(sharding: Sharding) -> Sharding:
+def _of_row(sharding: Sharding | None) -> Sharding | None:
     """The sharding of a row of an array whose leading axis is not sharded."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-
-
-@functools.cache
-def _split(where: Sharding) -> Callable[[jax.Array], list[jax.Array]]:
-    return jax.jit(lambda leaf: list(leaf), out_shardings=where)
-
-
-@functools.cache
-def _stack(where: Sharding | None) -> Callable[[list[Any]], Any]:
-    return np.stack if where is None else jax.jit(lambda rows: jnp.stack(rows), out_shardings=where)

@@ -77,13 +77,11 @@ def train(
         pending = (done, metrics)
         is_last = done == steps or is_stopping(done)
         due = [x for x in on_state if is_last or done % x.every == 0 or x.is_due(done)]
-        if due:
+        if due or is_last:
             report(*pending)
             pending = None
             for callback in due:
                 callback.call(done, state)
         if is_last:
             break
-    if pending is not None:
-        report(*pending)
     return state, done

@@ -91,14 +91,15 @@ def _named(metric: Metric, found: Any) -> Metrics:
 
 
 def measured(
-    step: TrainStep, measures: Sequence[Measure], *, start: int, is_due: Callable[[int], bool]
+    step: TrainStep, measures: Sequence[Measure], *, start: int, every: int, last: int
 ) -> TrainStep:
-    """`step`, whose first call takes step `start`. Where `is_due(steps done)` its metrics have
-    those of `measures` as well, on the parameters and the batch of the step's loss."""
+    """`step`, whose first call takes step `start`. After every `every` steps and step `last` its
+    metrics have those of `measures` as well, on the parameters and the batch of the step's loss."""
     count = itertools.count(start + 1)
 
     def measured_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        due = measures if is_due(next(count)) else ()
+        done = next(count)
+        due = measures if done % every == 0 or done == last else ()
         found = [measure(state["params"], batch) for measure in due]
         state, metrics = step(state, batch)
         return state, metrics | {name: x for one in found for name, x in one.items()}
@@ -125,9 +126,8 @@ def distillation(model: Transformer, batch: Batch, num_parts: int) -> Metrics:
         lambda x: jnp.moveaxis(x, 0, 1).reshape(len(layers), -1, x.shape[-1]),
         jax.lax.map(one_part, parts),
     )
-    counted = None
-    if "segment_ids" in parts:
-        counted = (parts["segment_ids"] > 0).reshape(-1, parts["segment_ids"].shape[-1])
+    ids = parts.get("segment_ids")
+    counted = None if ids is None else (ids > 0).reshape(-1, ids.shape[-1])
     return {
         f"layer_{layer}/{name}": value[index]
         for name, value in summary(found, counted).items()

@@ -41,21 +41,16 @@ def parameter_groups(axes: AxesTree) -> Any:
     return jax.tree.map(group_of, axes, is_leaf=lambda node: isinstance(node, tuple))
 
 
-def scale_by_muon(
-    axes: AxesTree, *, momentum: float, is_nesterov: bool, dtype: DTypeLike
-) -> optax.GradientTransformation:
-    """g -> 0.2 sqrt(max(A, B)) NS(u), Newton-Schulz in `dtype`, the momentum in that of p."""
+def orthogonalization(axes: AxesTree, dtype: DTypeLike) -> optax.GradientTransformation:
+    """u -> 0.2 sqrt(max(A, B)) NS(u), Newton-Schulz in `dtype`."""
 
-    def is_masked(node: Any) -> bool:  # a parameter of the other group
-        return isinstance(node, optax.MaskedNode)
-
-    def direction(u: Any, names: Axes) -> Any:
-        return u if is_masked(u) else orthogonalized(u, names, dtype)
+    def direction(names: Axes, u: Any) -> Any:  # of a parameter of the other group: none
+        return u if isinstance(u, optax.MaskedNode) else orthogonalized(u, names, dtype)
 
     def update(updates: Any, _: Any) -> Any:
-        return jax.tree.map(direction, updates, axes, is_leaf=is_masked)
+        return jax.tree.map(direction, axes, updates, is_leaf=lambda x: isinstance(x, tuple))
 
-    return optax.chain(optax.trace(momentum, nesterov=is_nesterov), optax.stateless(update))
+    return optax.stateless(update)
 
 
 def orthogonalized(u: Float[Array, "..."], axes: Axes, dtype: DTypeLike) -> Float[Array, "..."]:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PyTree
 from ttcd_jax import config as configs
 from ttcd_jax.errors import UserError
 from ttcd_jax.registry import Registry
-from ttcd_jax.train.muon import AxesTree, parameter_groups, scale_by_muon
+from ttcd_jax.train.muon import AxesTree, orthogonalization, parameter_groups
 from ttcd_jax.train.state import Params
 
 _DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -184,11 +184,8 @@ def build_optimizer(
         **kind.directions(config, settings, axes)
     }
     (first, *others) = directions
-    if kind.groups is None:
-        assert not others, f"optimizer {kind.name!r} has several groups: give it `groups`"
-        groups = jax.tree.map(lambda _: first, axes, is_leaf=lambda node: isinstance(node, tuple))
-    else:
-        groups = kind.groups(axes)
+    assert kind.groups or not others, f"optimizer {kind.name!r} has several groups: give `groups`"
+    groups = kind.groups(axes) if kind.groups else jax.tree.map(lambda _: first, factors)
     if factors is not None:
         directions["frozen"] = optax.set_to_zero()
         groups = jax.tree.map(lambda x, group: group if np.any(x) else "frozen", factors, groups)
@@ -210,9 +207,9 @@ def _adam(config: OptimizerConfig, *_: Any) -> dict[str, optax.GradientTransform
 def _muon(
     config: OptimizerConfig, settings: MuonSettings, axes: AxesTree
 ) -> dict[str, optax.GradientTransformation]:
-    constants = {"momentum": settings.momentum, "is_nesterov": settings.is_nesterov}
-    dtype = jnp.dtype(settings.orthogonalization)
-    return _adam(config) | {"muon": scale_by_muon(axes, **constants, dtype=dtype)}
+    momentum = optax.trace(settings.momentum, nesterov=settings.is_nesterov)  # in the dtype of p
+    direction = orthogonalization(axes, settings.orthogonalization)
+    return _adam(config) | {"muon": optax.chain(momentum, direction)}
 
 
 register(Optimizer("adamw", _adam))

@@ -48,21 +48,17 @@ def profiled(
         is_requested = False
         if done in window and not is_tracing:
             jax.block_until_ready(state)
-            jax.profiler.start_trace(directory / f"step_{done}")
+            trace.enter_context(jax.profiler.trace(directory / f"step_{done}"))
             is_tracing = True
         with jax.profiler.StepTraceAnnotation("train", step_num=done):
             result = step(state, batch)
         done += 1
         if is_tracing and done not in window:
             jax.block_until_ready(result)
-            jax.profiler.stop_trace()
+            trace.close()
             is_tracing = False
         return result
 
-    before = signal.signal(signal.SIGUSR2, request)
-    try:
+    with contextlib.ExitStack() as handlers, contextlib.ExitStack() as trace:
+        handlers.callback(signal.signal, signal.SIGUSR2, signal.signal(signal.SIGUSR2, request))
         yield traced
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-        if is_tracing:
-            jax.profiler.stop_trace()

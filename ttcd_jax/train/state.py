@@ -105,6 +105,4 @@ def init_params(config: TransformerConfig, seed: int) -> Params:
 
 def state_of(optimizer: optax.GradientTransformation, params: Params) -> TrainState:
     """The state before the first step, with `params`."""
-    return TrainState(
-        params=params, opt_state=optimizer.init(params), step=jnp.zeros((), jnp.int32)
-    )
+    return TrainState(params=params, opt_state=optimizer.init(params), step=jnp.int32(0))

@@ -55,9 +55,8 @@ def make_train_step(
         model = with_params(config, prepare(params, step))
         segment_ids = batch.get("segment_ids")
         hidden, stats = model.forward(batch["tokens"], segment_ids, batch["positions"])
-        loss = summed_loss(
-            hidden, model.head_weight(), batch["targets"], batch["loss_mask"], loss_rows
-        )
+        marked = batch["targets"], batch["loss_mask"]
+        loss = summed_loss(hidden, model.head_weight(), *marked, loss_rows)
         return loss, measure(jax.lax.stop_gradient(Forward(hidden, stats, batch)))
 
     gradients = jax.value_and_grad(loss_sum, has_aux=True)
@@ -87,17 +86,13 @@ def step_with(
         (loss, found), grads = gradients(state["params"], batch, state["step"])
         loss, count = loss / count, jnp.maximum(count, 1)  # no target: no mean, no gradient
         grads = jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
-        metrics = {
-            "loss": loss,
-            "grad_norm": global_norm(grads),
-            "learning_rate": learning_rate(state["step"]),
-        }
+        rate = learning_rate(state["step"])
+        metrics = {"loss": loss, "grad_norm": global_norm(grads), "learning_rate": rate}
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         new = TrainState(params=state["params"], opt_state=opt_state, step=state["step"] + 1)
         is_good = is_finite(metrics)
         if "skips" in state:
-            verdict = judged(state["skips"], metrics, is_good, spike_factor)
-            is_good, new["skips"], metrics = verdict
+            is_good, new["skips"], metrics = judged(state["skips"], metrics, is_good, spike_factor)
         new["params"], new["opt_state"] = jax.tree.map(
             lambda new, old: jnp.where(is_good, new, old),
             (optax.apply_updates(state["params"], updates), opt_state),

@@ -147,7 +147,7 @@ class Prefill(Config):
         for window in self.windows:
             models = {x: random_model(competitor(shape, x, window)) for x in self.models}
             for sizes in itertools.product(self.batch_sizes, self.lengths):
-                yield {name: _Reading(model, *sizes, self) for name, model in models.items()}
+                yield {name: _Reading(model, sizes, self) for name, model in models.items()}
 
     def tables(self) -> Iterator[list[Row]]:
         for reads in self.readings():
@@ -210,10 +210,8 @@ class _Reading:
     they cannot be read, a note. Program bytes are the compiler's for a piece after a full window,
     parameters and state included."""
 
-    def __init__(
-        self, model: InferenceModel, batch_size: int, length: int, options: Prefill
-    ) -> None:
-        config, shape = model.config, (batch_size, length)
+    def __init__(self, model: InferenceModel, shape: tuple[int, int], options: Prefill) -> None:
+        config, (batch_size, length) = model.config, shape
         self.model, self._piece_size = model, options.piece_size
         self._tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape, np.int32)
         self.flops = batch_size * prefill_flops(config, length)
@@ -239,11 +237,10 @@ class _Reading:
         return prefill(self.model, state, self._tokens, piece_size=self._piece_size)
 
     def _program_bytes(self, state: InferenceState) -> int:
-        window, (B, length) = self.model.config.window, self._tokens.shape
-        assert window is not None
-        sizes = (B, even_size(self.model.config, length, self._piece_size)), (B,)
-        tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in sizes)
-        seen: Any = {"halo": window - 1, "has_gap": False}
+        config, (B, length) = self.model.config, self._tokens.shape
+        shape = B, even_size(config, length, self._piece_size)
+        tokens, lengths = (jax.ShapeDtypeStruct(x, jnp.int32) for x in (shape, shape[:1]))
+        seen: Any = {"halo": (config.window or 1) - 1, "has_gap": False}
         lowered = read_piece.lower(self.model, state, tokens, lengths, **seen)
         return measure.needed_bytes(lowered.compile())
 

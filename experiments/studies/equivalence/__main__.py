@@ -46,14 +46,12 @@ def main(argv: list[str]) -> None:
         print(printable(f"written to {path}"), end="\n\n", flush=True)
         means |= {row[task.key]: row.get("mean") for row in result.table}
     limits = ("max_kl", "KL mean", means[KL]), ("max_flip_share", "share of flips", means[FLIPS])
-    sys.exit(
-        "\n".join(
-            f"{title} {mean:.3g} is above --{flag} {limit:g}"
-            for flag, title, mean in limits
-            if (limit := FLAGS[flag].value) is not None and not mean <= limit
-        )
-        or 0
-    )
+    above = [
+        f"{title} {mean:.3g} is above --{flag} {limit:g}"
+        for flag, title, mean in limits
+        if (limit := FLAGS[flag].value) is not None and not mean <= limit
+    ]
+    sys.exit("\n".join(above) or 0)
 
 
 def _options(arguments: list[str]) -> type[Config]:

@@ -1,14 +1,10 @@
-"""The levels at which two variants of a run are compared, each an evaluation of the run.
-
-A variant shares the run's parameters: attention, form of the memory's read, precision, path. The
-path is how tokens are read: `forward` takes whole rows through the training forward pass,
-`streamed` pieces of them through the state of `ttcd_jax.inference`, `decoded` one after another.
-"""
+"""The levels at which two variants of a run, which share its parameters, are compared, each an
+evaluation of the run."""
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, get_args
 
@@ -100,10 +96,9 @@ class Variant(NamedTuple):
             if not jax.config.jax_enable_x64:
                 raise UserError("float64 is off in JAX: set JAX_ENABLE_X64=1, or take float32")
             precision = precision.replace(state="float64")
-        return config.replace(
-            attention_implementation=self.attention or config.attention_implementation,
-            precision=precision.replace(compute=self.compute or precision.compute),
-        )
+        precision = precision.replace(compute=self.compute or precision.compute)
+        attention = self.attention or config.attention_implementation
+        return config.replace(attention_implementation=attention, precision=precision)
 
 
 class Computed:
@@ -130,23 +125,14 @@ class Computed:
             hidden = jnp.concatenate([h[:, : counts[0]] for counts, h, _ in pieces], axis=1)
         if len(broken := np.argwhere(~np.asarray(jnp.isfinite(hidden).all(-1)))):
             row, position = broken[0]
-            raise NonFiniteError(
-                f"{self.variant} in {self.dtype}: the hidden state of row {row}, position "
-                f"{position} is not finite; try a wider precision"
-            )
+            place = f"row {row}, position {position} is not finite; try a wider precision"
+            raise NonFiniteError(f"{self.variant} in {self.dtype}: the hidden state of {place}")
         return hidden
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(graph: nnx.GraphDef, params: nnx.GraphState, tokens: jax.Array) -> jax.Array:
-    return nnx.merge(graph, params).forward(tokens)[0]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _outputs(graph: nnx.GraphDef, params: nnx.GraphState, h: jax.Array, e: jax.Array) -> jax.Array:
-    return nnx.merge(graph, params)(h, embeddings=e)
-
-
+_jitted = functools.partial(jax.jit, static_argnums=0)
+_forward = _jitted(lambda graph, params, tokens: nnx.merge(graph, params).forward(tokens)[0])
+_outputs = _jitted(lambda graph, params, h, e: nnx.merge(graph, params)(h, embeddings=e))
 type Pair = tuple[Computed, Computed]  # reference, candidate
 
 
@@ -222,8 +208,7 @@ class Equivalence(Task[Arrays, Cell]):
         """Raises `UserError` for variants that are the same in this run."""
         texts = self.reference, self.candidate
         first, second = (Computed(Variant.parse(text), model) for text in texts)
-        sizes = first.variant.piece_size, second.variant.piece_size
-        if first.config == second.config and sizes[0] == sizes[1]:
+        if (first.config, first.variant.piece_size) == (second.config, second.variant.piece_size):
             raise UserError(f"reference and candidate are the same variant, {second.variant}")
         return first, second
 
@@ -310,13 +295,11 @@ class Distances(NamedTuple):
 
 @jax.jit
 def distances(
-    reference: Float[Array, "B T D"],
-    candidate: Float[Array, "B T D"],
-    reference_head: Float[Array, "V D"],
-    candidate_head: Float[Array, "V D"],
+    hidden: Sequence[Float[Array, "B T D"]],
+    heads: Sequence[Float[Array, "V D"]],
     targets: Int[Array, "B T"],
 ) -> Distances:
-    """The distances of two predictions of the same tokens, from hidden states and heads.
+    """The distances of two predictions of the same tokens, the reference's first.
 
     Log-softmax in float32 or better, in blocks of positions: never all logits at once.
     KL is summed as p (q/p - 1 - log(q/p)): no term is negative, and the rounding of a whole row's
@@ -329,8 +312,8 @@ def distances(
         return jax.nn.log_softmax(jnp.matmul(head, hidden, preferred_element_type=wide))
 
     def of_position(operands: tuple[jax.Array, ...]) -> Distances:
-        h_reference, h_candidate, target = operands
-        log_p, log_q = logs(h_reference, reference_head), logs(h_candidate, candidate_head)
+        *pair, target = operands
+        log_p, log_q = map(logs, pair, heads)
         p, q, ratio = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p
         near = p * (jnp.expm1(ratio) - ratio)
         terms = jnp.where(jnp.abs(ratio) < 1, near, q - p - p * ratio)
@@ -338,9 +321,9 @@ def distances(
         tv = jnp.abs(p - q).sum() / 2
         return Distances(terms.sum(), tv, is_flip, -log_p[target], -log_q[target])
 
-    flat = [x.reshape(targets.size, *x.shape[2:]) for x in (reference, candidate, targets)]
-    block = max(1, min(targets.size, _LOGITS // len(reference_head)))
-    result = jax.lax.map(of_position, tuple(flat), batch_size=block)
+    flat = tuple(x.reshape(targets.size, *x.shape[2:]) for x in (*hidden, targets))
+    block = max(1, min(targets.size, _LOGITS // len(heads[0])))
+    result = jax.lax.map(of_position, flat, batch_size=block)
     return jax.tree.map(lambda x: x.reshape(targets.shape), result)
 
 
@@ -365,8 +348,8 @@ def predictions(pair: Pair, rows: Arrays, batch_size: int) -> Distances:
     """The distances [rows, T] of the predictions of the rows' targets."""
     heads, parts = [x.model.head_weight() for x in pair], []
     for index, count in batches(len(rows["tokens"]), batch_size):
-        hidden = (x.hidden(rows["tokens"][index]) for x in pair)
-        found = distances(*hidden, *heads, rows["targets"][index])
+        hidden = [x.hidden(rows["tokens"][index]) for x in pair]
+        found = distances(hidden, heads, rows["targets"][index])
         parts.append([np.asarray(x)[:count] for x in found])
     return Distances(*map(np.concatenate, zip(*parts, strict=True)))
 

@@ -135,10 +135,6 @@ class Record(Job):
     seconds: float
     runs: tuple[Run, ...]
 
-    @property
-    def device(self) -> str:
-        return self.environment["device"]
-
 
 def record_path(sweep: Path, job: Job) -> Path:
     return sweep / "records" / f"{job.name}.json"
@@ -152,16 +148,9 @@ def write(path: Path, record: Record) -> None:
 def read(path: Path) -> Record:
     """The record in a file. Raises `DataError` for a damaged one."""
     try:
-        source = read_json(path)
-        for run in source["runs"]:
-            run["curve"] = [Point(**point) for point in run["curve"]]
-            run["metrics"] = None if run["metrics"] is None else Measures(**run["metrics"])
-        source["runs"] = [Run(**run) for run in source["runs"]]
-        parts = {"data": MADConfig, "recipe": RecipeConfig, "model": TransformerConfig}
-        return Record(**source | {name: x.from_dict(source[name]) for name, x in parts.items()})
-    except (ValueError, LookupError, TypeError) as error:
-        cause = f"{type(error).__name__}: {error}"
-        text = f"{path} is damaged ({cause}): delete the file and run the sweep again"
+        return Record.from_dict(read_json(path))
+    except UserError as error:
+        text = f"{path} is damaged ({error}): delete the file and run the sweep again"
         raise DataError(text) from error
 
 
@@ -186,10 +175,8 @@ def mean(found: Sequence[Score]) -> Score:
         return Score({}, np.empty((0, 2)))
     names = [name for name in found[0].means if all(name in x.means for x in found)]
     length = min(len(x.curve) for x in found)
-    return Score(
-        {name: np.mean([x.means[name] for x in found], axis=0) for name in names},
-        np.mean([x.curve[:length] for x in found], axis=0),
-    )
+    means = {name: np.mean([x.means[name] for x in found], axis=0) for name in names}
+    return Score(means, np.mean([x.curve[:length] for x in found], axis=0))
 
 
 def best_run(record: Record) -> Score | None:
@@ -215,11 +202,9 @@ def best_text(record: Record) -> str:
 def scores(records: Sequence[Record]) -> dict[tuple[str, str], Score]:
     """By task and method, the mean of the best runs over the settings that have one: the footnotes
     report how many runs failed."""
-    found = {}
-    for pair in itertools.product(TASKS, MAD_METHODS):
-        if chosen := [x for x in records if (x.task, x.method) == pair]:
-            found[pair] = mean([best for best in map(best_run, chosen) if best])
-    return found
+    pairs = itertools.product(TASKS, MAD_METHODS)
+    found = {pair: [x for x in records if (x.task, x.method) == pair] for pair in pairs}
+    return {pair: mean([*filter(None, map(best_run, x))]) for pair, x in found.items() if x}
 
 
 def sweep_section(sweep: Path, picture: Path) -> Section:
@@ -288,6 +273,7 @@ def footnotes(records: Sequence[Record]) -> list[str]:
                 f"{_span(chosen, 'num_test')} test rows"
             )
             budgets.setdefault(text, []).append(task)
+    devices = ", ".join(sorted({str(x.environment["device"]) for x in records}))
     return [
         "cells: macro / micro accuracy on the test rows (published macro accuracy; all settings, "
         "200 epochs, 3 rates, 2 decays); means in brackets are ours, of the scores in brackets",
@@ -299,8 +285,7 @@ def footnotes(records: Sequence[Record]) -> list[str]:
         f"schedule {_values(records, 'recipe.schedule')}, score of the last epoch "
         "(published code: constant, of the lowest test loss, stops at accuracy 0.999)",
         f"initial standard deviation {_values(records, 'model.init_std')} (published: 0.02)",
-        f"computed in {_values(records, 'model.precision.compute')} on "
-        f"{_values(records, 'device')}",
+        f"computed in {_values(records, 'model.precision.compute')} on {devices}",
     ]
 
 

@@ -9,6 +9,7 @@ The training step of the library (`train.step`) is vmapped over the runs, and th
 among the devices. An epoch is a scan inside the compiled function: one dispatch per step would
 dominate the time of a tiny model. Runs never mix. One whose loss or gradient is not finite keeps
 its last good parameters and takes no further step; the numbers of the others stay as they are.
+Runs that do not fit into device memory together are trained in groups.
 """
 
 import dataclasses
@@ -29,17 +30,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from ttcd_kernels import measure
 
-from experiments.studies.mad import records
+from experiments.studies.mad import records, tasks
 from experiments.studies.mad.records import Job, MADMethod, Measures, Point, RecipeConfig, Run
-from experiments.studies.mad.tasks import (
-    IGNORE,
-    TASKS,
-    MADConfig,
-    Rows,
-    TaskName,
-    instances,
-    settings,
-)
+from experiments.studies.mad.tasks import IGNORE, TASKS, MADConfig, Rows, TaskName
 from ttcd_jax.axes import param
 from ttcd_jax.config import DISTINCT, Bound, Config, NonNegativeFloat, Positive, PositiveFloat
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
@@ -104,7 +97,7 @@ def hyper(config: MADSweepConfig) -> Hyper:
 def jobs(config: MADSweepConfig) -> list[Job]:
     """All jobs by setting; the methods of a setting are adjacent, since they share the rows."""
     stop = None if config.settings == "all" else 1
-    chosen = [setting for task in config.tasks for setting in settings(task)[:stop]]
+    chosen = [setting for task in config.tasks for setting in tasks.settings(task)[:stop]]
     fields: dict[str, Any] = {"init_std": config.init_std, "precision": config.precision}
     fields["corrects_errors"] = config.corrects_errors
     found = []
@@ -133,7 +126,7 @@ def train_jobs(config: MADSweepConfig, folder: Path) -> None:
     every_job = jobs(config)
     pending = [job for job in every_job if not records.record_path(folder, job).exists()]
     print(f"{folder}: {len(every_job) - len(pending)} of {len(every_job)} recorded", flush=True)
-    rows = functools.lru_cache(maxsize=1)(instances)
+    rows = functools.lru_cache(maxsize=1)(tasks.instances)
     # Steps times positions per row, proportional to tokens: all jobs share the batch size.
     work = [*itertools.accumulate(job.steps * job.data.num_positions for job in pending)]
     progress = Progress(sys.stdout, work[-1] if work else 0, start=0)
@@ -148,6 +141,7 @@ def train_jobs(config: MADSweepConfig, folder: Path) -> None:
         train, test = rows(job.data, seed=DATA_SEED, **sizes)
         runs = train_runs(
             *(job.recipe, mad_problem(job.data, job.model), train, test, hyper(config)),
+            budget_bytes=measure.usable_bytes(),
             on_evaluation=lambda done, accuracy: show(f"{done:.0%}, accuracy {accuracy:.3f}"),
         )
         found = {"environment": measure.environment(), "runs": tuple(runs)}
@@ -262,8 +256,7 @@ def mad_problem(task: MADConfig, config: TransformerConfig) -> Problem:
         return summed_loss(model_with(params)(batch["tokens"]), batch["targets"])
 
     def measure(params: dict[str, Any], batch: Batch) -> Metrics:
-        tokens, targets = batch["tokens"], batch["targets"]
-        model = model_with(params)
+        tokens, targets, model = batch["tokens"], batch["targets"], model_with(params)
         hidden, stats = model.forward(tokens)
         metrics = batch_scores(model.logits(hidden), targets)
         if stats is not None:
@@ -366,9 +359,6 @@ def programs(config: RecipeConfig, problem: Problem, mesh: Mesh) -> tuple[Any, A
         state = state_of(_optimizer(lambda _: 0.0, 0.0), params)
         return RunState(state, failed_at=state["step"] - 1, loss=jnp.full((), jnp.nan, jnp.float32))
 
-    def loss_sum(params: Any, batch: Batch, _: Any) -> tuple[jax.Array, Metrics]:
-        return problem.loss_sum(params, batch), {}
-
     def train(
         run: RunState, hyper: Hyper, rows: Rows, test_rows: Rows, first: jax.Array, stop: jax.Array
     ) -> tuple[RunState, Metrics]:
@@ -380,7 +370,7 @@ def programs(config: RecipeConfig, problem: Problem, mesh: Mesh) -> tuple[Any, A
             epoch = jnp.asarray(step) // config.steps_per_epoch(num_rows)
             return rate_of_epoch(config, first_rate, epoch, config.num_epochs(num_rows))
 
-        gradients = jax.value_and_grad(loss_sum, has_aux=True)
+        gradients = jax.value_and_grad(lambda x, y, _: (problem.loss_sum(x, y), {}), has_aux=True)
         step = step_with(gradients, _optimizer(rate, decay), rate)
 
         def one_step(run: RunState, index: jax.Array) -> tuple[RunState, jax.Array]:
@@ -398,11 +388,8 @@ def programs(config: RecipeConfig, problem: Problem, mesh: Mesh) -> tuple[Any, A
             return new._replace(loss=loss)
 
         run = jax.lax.fori_loop(first, stop, epoch_of, run)
-        test_batches = _batches(config, jnp.arange(len(test_rows.inputs)))
-        measures = jax.lax.map(
-            lambda index: problem.measure(run.train["params"], take_rows(test_rows, index)),
-            test_batches,
-        )
+        batches, params = _batches(config, jnp.arange(len(test_rows.inputs))), run.train["params"]
+        measures = jax.lax.map(lambda x: problem.measure(params, take_rows(test_rows, x)), batches)
         return run, jax.tree.map(lambda x: x.mean(0), measures)
 
     return of_all(init, runs), of_all(train, runs, runs, *[whole] * 4, donated=(0,))
@@ -415,32 +402,46 @@ def train_runs(
     test_rows: Rows,
     hyper: Hyper,
     *,
+    budget_bytes: int | None = None,
     on_evaluation: Callable[[float, float], None] = lambda done, accuracy: None,
 ) -> list[Run]:
-    """All runs of `hyper`, in its order, evaluated every few epochs and after the last one. Devices
-    beyond the number of runs stay idle. `on_evaluation` is called with the share of the work done
-    and the best macro accuracy.
+    """All runs of `hyper`, in its order, in groups that fit `budget_bytes` of a device, each half
+    of those that do not, evaluated every few epochs and after the last one. Devices beyond the
+    number of runs stay idle. `on_evaluation` is called with the share of the work done and the
+    group's best macro accuracy.
     """
     num_runs, num_epochs = len(hyper.rate), config.num_epochs(len(rows.inputs))
     devices = jax.devices()[:num_runs]
     mesh = jax.make_mesh((len(devices),), ("runs",), (AxisType.Auto,), devices=devices)
     init, train = programs(config, problem, mesh)
     splits = jax.device_put((rows, test_rows), replicated(mesh))
-    size = -(-num_runs // mesh.size) * mesh.size  # filled up with copies of the last run
-    padded = Hyper(*(np.pad(x, (0, size - num_runs), mode="edge") for x in hyper))
-    state, evaluations, every = init(padded), [], -(-num_epochs // _NUM_EVALUATIONS)
-    for first in range(0, num_epochs, every):
-        stop = min(first + every, num_epochs)
-        state, measures = train(state, padded, *splits, first, stop)
-        evaluations.append((stop, *jax.device_get((measures, state.loss, state.failed_at))))
-        on_evaluation(stop / num_epochs, evaluations[-1][1]["macro_accuracy"].max())
-        if (evaluations[-1][-1] >= 0).all():
+    per_device = -(-num_runs // mesh.size)
+    while True:  # of one size, the last group filled up with copies of the last run
+        size = per_device * mesh.size
+        padded = np.minimum(np.arange(-(-num_runs // size) * size), num_runs - 1)
+        groups = [Hyper(*(x[part] for x in hyper)) for part in padded.reshape(-1, size)]
+        lowered = train.lower(jax.eval_shape(init, groups[0]), groups[0], *splits, 0, 0)
+        program = lowered.compile()
+        if budget_bytes is None or measure.needed_bytes(program) <= budget_bytes or per_device == 1:
             break
-    return [_run(hyper, evaluations, index) for index in range(num_runs)]
+        per_device = -(-per_device // 2)
+    every, finished = -(-num_epochs // _NUM_EVALUATIONS), []
+    for number, group in enumerate(groups):
+        state, evaluations = init(group), []
+        for first in range(0, num_epochs, every):
+            stop = min(first + every, num_epochs)
+            state, measures = program(state, group, *splits, first, stop)
+            evaluations.append((stop, *jax.device_get((measures, state.loss, state.failed_at))))
+            best = evaluations[-1][1]["macro_accuracy"].max()
+            on_evaluation((number + stop / num_epochs) / len(groups), best)
+            if (evaluations[-1][-1] >= 0).all():
+                break
+        finished += map(functools.partial(_run, group, evaluations), range(size))
+    return finished[:num_runs]
 
 
-def _run(hyper: Hyper, evaluations: Sequence[Any], index: int) -> Run:
-    """A run, from the (epoch, measures, training loss, first failed step) of all by time."""
+def _run(group: Hyper, evaluations: Sequence[Any], index: int) -> Run:
+    """A run of a group, from its (epoch, measures, training loss, first failed step) by time."""
     curve, failed_at, measures = [], -1, {}
     for epoch, *found in evaluations:
         if failed_at < 0:
@@ -449,9 +450,9 @@ def _run(hyper: Hyper, evaluations: Sequence[Any], index: int) -> Run:
             losses = {name: x if np.isfinite(x) else None for name, x in losses.items()}
             accuracy = measures["macro_accuracy"]
             curve.append(Point(epoch=epoch, macro_accuracy=accuracy, **losses))
+    own: dict[str, Any] = {name: x[index].item() for name, x in group._asdict().items()}
+    own["curve"] = tuple(curve)
+    if failed_at >= 0:
+        return Run(**own, failed_at=failed_at, metrics=None)
     finite = {name: x for name, x in measures.items() if np.isfinite(x).all()}
-    rate, decay, seed = (x[index].item() for x in hyper)
-    own: Any = {"rate": rate, "weight_decay": decay, "seed": seed, "curve": tuple(curve)}
-    if failed_at < 0:
-        return Run(**own, failed_at=None, metrics=Measures(**finite))
-    return Run(**own, failed_at=failed_at, metrics=None)
+    return Run(**own, failed_at=None, metrics=Measures(**finite))

@@ -10,23 +10,19 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from ttcd_jax.config import Config, Decay, NonNegative, Positive
+from ttcd_jax.config import Bound, Config, Decay, NonNegative, Positive
 from ttcd_jax.measure.page import published
 
 IGNORE = -100
-TaskName = Literal[
-    "in-context-recall",
-    "noisy-in-context-recall",
-    "fuzzy-in-context-recall",
-    "memorization",
-    "compression",
-    "selective-copying",
-]
-TASKS: tuple[TaskName, ...] = get_args(TaskName)
+# The published scores in percent, by method and task. Its "overall" of DeltaNet, Gated DeltaNet and
+# LaCT is not the mean of the six.
+PUBLISHED = {row["method"]: row for x in published("mad") for row in x.table}
+TASKS = tuple(PUBLISHED["ipttcd"])[1:]  # after "method"
+TaskName = Annotated[str, Bound(f"one of {', '.join(TASKS)}", TASKS.__contains__)]
 Motif = tuple[int, ...]
 Piece = tuple[Motif, bool]  # tokens of a recall row, and whether the test asks for them
 Row = tuple[Any, Any]  # inputs and targets, T tokens each
@@ -204,29 +200,26 @@ def instances(config: MADConfig, *, seed: int, num_train: int, num_test: int) ->
     draws = Draws(seed, np.random.default_rng(seed), np.random.RandomState(seed))
     draw, splits = _TASKS[config.task][0], []
     for num_rows, is_training in ((num_train, True), (num_test, False)):
-        splits.append(Rows(*np.empty((2, num_rows, config.num_positions), np.int32)))
+        rows = np.empty((2, num_rows, config.num_positions), np.int32)
         for row in range(num_rows):
-            inputs, targets = draw(config, draws, is_training)
-            splits[-1].inputs[row], splits[-1].targets[row] = inputs, targets
+            rows[:, row] = draw(config, draws, is_training)
+        splits.append(Rows(*rows))
     return splits
 
 
 _ROWS = {"num_train": (6400, 3200, 1600, 800)}
 _RECALL = {"vocab_size": (32, 64, 128), "seq_len": (256, 512, 1024)} | _ROWS
+_NOISE = {"vocab_size": 32, "frac_noise": 0.2, "noise_vocab_size": 16}
 _NOISY = _RECALL | {"vocab_size": (48, 80, 144), "frac_noise": (0.4, 0.6, 0.8)}
+_MAP = {"vocab_size": 256, "seq_len": 32, "num_train": 256}
 _COPIED = _RECALL | {"seq_len": (512, 1024), "num_tokens_to_copy": (32, 64, 96)}
 # What draws the next row of a task, the sizes of its baseline that are no defaults, and the other
 # values that its sizes take.
 _TASKS: dict[TaskName, tuple[Callable[..., Row], dict[str, Any], dict[str, Any]]] = {
     "in-context-recall": (recall, {}, _RECALL),
-    "noisy-in-context-recall": (
-        *(recall, {"vocab_size": 32, "frac_noise": 0.2, "noise_vocab_size": 16}, _NOISY),
-    ),
+    "noisy-in-context-recall": (recall, _NOISE, _NOISY),
     "fuzzy-in-context-recall": (fuzzy_recall, {"k_motif_size": 3, "v_motif_size": 3}, _RECALL),
-    "memorization": (
-        *(memorization, {"vocab_size": 256, "seq_len": 32, "num_train": 256}),
-        {"vocab_size": (512, 1024, 2048, 4096, 8192)},
-    ),
+    "memorization": (memorization, _MAP, {"vocab_size": (512, 1024, 2048, 4096, 8192)}),
     "compression": (compression, {"seq_len": 32}, _RECALL | {"seq_len": (64, 128, 256)}),
     "selective-copying": (copying, {"seq_len": 256, "num_tokens_to_copy": 16}, _COPIED),
 }
@@ -253,6 +246,3 @@ def settings(task: TaskName) -> list[Setting]:
 
 
 BASELINES = {task: settings(task)[0].config for task in TASKS}
-# The published scores in percent, by method and task. Its "overall" of DeltaNet, Gated DeltaNet and
-# LaCT is not the mean of the six.
-PUBLISHED = {row["method"]: row for x in published("mad") for row in x.table}

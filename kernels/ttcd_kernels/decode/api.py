@@ -6,11 +6,10 @@ from typing import Any, Literal, NoReturn, NotRequired, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from ttcd_kernels.decode import triton_call, xla
 from ttcd_kernels.dispatch import Candidate, choose
-from ttcd_kernels.windows import Cache, Position, Results, Windows, check_operands, checked
+from ttcd_kernels.windows import Cache, Position, Query, Results, Windows, check_operands, checked
 
 Implementation = Literal["auto", "triton", "xla"]
 # "auto" takes the first that can run and needs no check, or has had it.
@@ -21,7 +20,7 @@ CANDIDATES = {
 
 
 def decode_attention_with_lse(
-    q: Float[Array, "B N H"],
+    q: Query,
     k_cache: Cache,
     v_cache: Cache,
     position: Position,
@@ -81,12 +80,8 @@ class Options(TypedDict):
 
 
 def decode_attention(
-    q: Float[Array, "B N H"],
-    k_cache: Cache,
-    v_cache: Cache,
-    position: Position,
-    **options: Unpack[Options],
-) -> tuple[Float[Array, "B N H"], Float[Array, "B N H"]]:
+    q: Query, k_cache: Cache, v_cache: Cache, position: Position, **options: Unpack[Options]
+) -> tuple[Query, Query]:
     """(teacher, student) outputs of `decode_attention_with_lse`."""
     return decode_attention_with_lse(q, k_cache, v_cache, position, **options)[:2]
 

@@ -12,9 +12,9 @@ from jaxtyping import Array, Int
 
 from ttcd_kernels import launch
 from ttcd_kernels.decode import triton_call, tuning
-from ttcd_kernels.decode.api import Implementation, decode_attention
+from ttcd_kernels.decode.api import decode_attention
 from ttcd_kernels.decode.xla import visible_slots
-from ttcd_kernels.measure import Work
+from ttcd_kernels.measure import Program, Work
 from ttcd_kernels.windows import Windows
 
 PEERS = ("jax.nn",)  # name prefixes of foreign implementations, which may refuse a shape
@@ -79,10 +79,7 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
     """(q, k_cache, v_cache) -> (teacher, student)."""
     teacher, student = windows = case.teacher_window, case.student_window
     options: Any = {"teacher_window": teacher, "student_window": student}
-
-    def dual(implementation: Implementation) -> Callable[..., Any]:
-        run = functools.partial(decode_attention, **options, implementation=implementation)
-        return lambda q, k, v: run(q, k, v, case.positions)
+    dual = functools.partial(decode_attention, position=case.positions, **options)
 
     def twice(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> tuple[jax.Array, ...]:
         """JAX's attention, one masked call per window."""
@@ -92,15 +89,13 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
             attend(q[:, None], k_cache, v_cache, mask=x[:, None, None])[:, 0] for x in visible
         )
 
-    functions, operands = {"xla": dual("xla")}, operand_shapes(case)
-    if triton_call.unsupported(*operands) is None:
-        functions["triton"] = dual("triton")
+    has_triton = triton_call.unsupported(*operand_shapes(case)) is None
+    names = ("xla", "triton") if has_triton else ("xla",)
+    functions = {name: functools.partial(dual, implementation=name) for name in names}
     return functions | {"jax.nn twice": twice}
 
 
-def alone(
-    case: Case, kernel: str, tile: tuning.Tile
-) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+def alone(case: Case, kernel: str, tile: tuning.Tile) -> Program:
     """The first kernel with a tile as a function, and its operands."""
     windows = Windows(case.teacher_window, case.student_window, case.head_dim**-0.5)
     run = functools.partial(triton_call.launch_shares, windows, tile)

@@ -1,17 +1,17 @@
 """Decode attention by the Triton kernels: launches, vmap, meshes, support."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
 from ttcd_kernels import launch
 from ttcd_kernels.decode.tuning import HEAD_DIMS, Tile, slices_for, tuning_for
 from ttcd_kernels.launch import Operand
 from ttcd_kernels.partitioning import everywhere
-from ttcd_kernels.windows import Cache, Position, Results, Windows
+from ttcd_kernels.windows import Cache, Position, Query, Results, Windows
 
 _MERGED_AT_ONCE = 16  # slices
 _SMALLEST_GROUP, _LARGEST_GROUP = 16, 64  # rows of a matrix product; accumulators in registers
@@ -26,7 +26,7 @@ def unsupported(q: Operand, k_cache: Operand, v_cache: Operand) -> str | None:
 
 
 def decode(
-    q: Float[Array, "B N H"], k_cache: Cache, v_cache: Cache, position: Position, windows: Windows
+    q: Query, k_cache: Cache, v_cache: Cache, position: Position, windows: Windows
 ) -> Results:
     """All four results of the call, for operands that are not `unsupported`; deterministic. float32
     operands are multiplied in full float32, not TF32."""
@@ -41,27 +41,17 @@ def _launch(windows: Windows, tile: Tile, q: jax.Array, *cache: jax.Array) -> Re
     B, N, H = q.shape
     slices = slices_for(tile, B * cache[0].shape[2], windows.teacher, windows.student)
     out, lse = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N), jnp.float32)
-    teacher, student, teacher_lse, student_lse = launch.launch(
-        decode_merge,
-        *launch_shares(windows, tile, q, *cache),
-        *(B, N, slices.near, slices.near + slices.far),
-        out_shape=[out, out, lse, lse],
-        grid=(N, B, 1),
-        num_warps=4,
-        num_stages=2,
-        H=H,
-        BLOCK_X=_MERGED_AT_ONCE,
-    )
+    shares = launch_shares(windows, tile, q, *cache)
+    sizes = B, N, slices.near, slices.near + slices.far
+    options: Any = {"grid": (N, B, 1), "num_warps": 4, "num_stages": 2, "H": H}
+    options |= {"out_shape": [out, out, lse, lse], "BLOCK_X": _MERGED_AT_ONCE}
+    results = launch.launch(decode_merge, *shares, *sizes, **options)
+    teacher, student, teacher_lse, student_lse = results
     return teacher, student, teacher_lse, student_lse
 
 
 def launch_shares(
-    windows: Windows,
-    tile: Tile,
-    q: Float[Array, "B N H"],
-    k_cache: Cache,
-    v_cache: Cache,
-    position: Position,
+    windows: Windows, tile: Tile, q: Query, k_cache: Cache, v_cache: Cache, position: Position
 ) -> list[jax.Array]:
     """Each slice's share of the results [slices, B, N, H], with its log-sum-exp [slices, B, N]."""
     from ttcd_kernels.decode.triton_kernels import decode_attention

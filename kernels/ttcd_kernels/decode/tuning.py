@@ -22,17 +22,13 @@ class Tuning(NamedTuple):
 # By (compute capability, head dim), for operands of two bytes. A program keeps two tiles of K and
 # of V in flight (three stages), up to 16 KiB each, and two programs share a multiprocessor: H100
 # and H200 have 132, A100 108. Chosen by the reports of the compiler, not yet by time on a GPU.
-TABLE: dict[tuple[int, int], Tile] = {
-    (90, 128): Tile(64, 4, 3, 264),
-    (90, 64): Tile(128, 4, 3, 264),
-    (90, 32): Tile(128, 4, 3, 264),
-    (80, 128): Tile(64, 4, 3, 216),
-    (80, 64): Tile(128, 4, 3, 216),
-    (80, 32): Tile(128, 4, 3, 216),
-}
-# Padded to 128 columns, inside the kernel.
-TABLE |= {(gpu, dim): TABLE[gpu, 128] for gpu in (80, 90) for dim in (80, 96)}
+# Heads of 80 and 96 are padded to 128 columns, inside the kernel.
 HEAD_DIMS = (32, 64, 80, 96, 128)
+TABLE = {
+    (gpu, dim): Tile(128 if dim <= 64 else 64, 4, 3, 2 * multiprocessors)
+    for gpu, multiprocessors in ((80, 108), (90, 132))
+    for dim in HEAD_DIMS
+}
 
 # Tried by `ttcd_kernels.tune`, alongside the table's.
 _SIZES = itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4), (132, 264, 528))

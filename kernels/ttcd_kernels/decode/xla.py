@@ -10,10 +10,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from ttcd_kernels.partitioning import everywhere
-from ttcd_kernels.windows import Cache, Position, Results, Windows
+from ttcd_kernels.windows import Cache, Position, Query, Results, Windows
 
 
 def visible_slots(position: Position, num_slots: int, window: int) -> Bool[Array, "B W"]:
@@ -23,7 +23,7 @@ def visible_slots(position: Position, num_slots: int, window: int) -> Bool[Array
 
 
 def decode(
-    q: Float[Array, "B N H"], k_cache: Cache, v_cache: Cache, position: Position, windows: Windows
+    q: Query, k_cache: Cache, v_cache: Cache, position: Position, windows: Windows
 ) -> Results:
     """All four results of the call. On a mesh every device takes its own heads: no product sums
     over those of others."""

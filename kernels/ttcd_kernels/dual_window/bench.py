@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import mosaic_call, triton_call, tuning
 from ttcd_kernels.dual_window.api import Implementation, dual_window_attention, window_attention
-from ttcd_kernels.measure import Work
+from ttcd_kernels.measure import Program, Work
 from ttcd_kernels.windows import Windows
 
 PEERS = ("cudnn", "tokamax")  # name prefixes of foreign implementations, which may refuse a shape
@@ -94,16 +94,13 @@ def work(case: Case, direction: str) -> Work:
     window = case.windows.within(case.length).teacher
     pairs = window * case.length - window * (window - 1) // 2
     products = {"forward": 2, "fwd + bwd": 7}[direction]
-    shapes = operand_shapes(case)
-    wide, narrow = (shape.size * shape.dtype.itemsize for shape in shapes[:2])
+    wide, narrow = (x.size * x.dtype.itemsize for x in operand_shapes(case)[:2])
     moved = {"forward": 3 * wide + 2 * narrow, "fwd + bwd": 10 * wide + 6 * narrow}[direction]
     flops = products * 2 * pairs * case.batch * case.num_heads * case.head_dim
     return Work(flops, moved)
 
 
-def alone(
-    case: Case, kernel: str, tile: tuning.Tile
-) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+def alone(case: Case, kernel: str, tile: tuning.Tile) -> Program:
     """One kernel with a tile as a function, and its operands: of a case without documents."""
     q, k, v, *_ = operand_shapes(case)
     row = jax.ShapeDtypeStruct((2, case.batch, case.num_heads, case.length), jnp.float32)

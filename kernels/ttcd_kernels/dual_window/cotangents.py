@@ -22,7 +22,6 @@ from ttcd_kernels.windows import Ids, Keys, Queries, Results
 
 ATTENTION = "attention"  # the checkpoint name of results
 
-
 type QKV = tuple[Queries, Keys, Keys]
 
 
@@ -40,14 +39,11 @@ def with_gradients(
     def attach(results: Results, *operands: Any) -> Results:
         return results
 
-    def save(results: Results, *operands: Any) -> tuple[Results, tuple[Any, Results]]:
-        return results, (operands, results)
-
     def pull(saved: tuple[Any, Results], cotangents: Results) -> tuple[Any, ...]:
         of_results = jax.tree.map(jnp.zeros_like, cotangents)
         return of_results, *backward(*backward_operands(*saved, cotangents)), None
 
-    attach.defvjp(save, pull)
+    attach.defvjp(lambda results, *operands: (results, (operands, results)), pull)
     results = forward(*jax.lax.stop_gradient(operands))
     return attach(checkpoint_name(results, ATTENTION), *operands)
 

@@ -5,12 +5,6 @@ The algorithm is that of `triton_kernels.dual_window_backward_q` and `_kv`, with
 Where a tile's two products of queries and keys have started, P is computed while the second of them
 runs. The two compute warpgroups take no turns: each fills the other's gaps.
 
-*backward_q*: a block computes dq of one query tile of one head; key tiles are in the ring.
-
-*backward_kv*: a block computes dk and dv of one key tile of one kv head, summed over its query
-heads, both bands and their query tiles, which are in the ring. Products are transposed, [keys,
-queries].
-
 Arrays: q, d_out and dq [B, T, N, H], k, v, dk and dv [B, S, K, H], lse and delta [B, N, T] float32,
 filled with zeros to whole tiles; `tiles` and `ids` as in the forward, for backward_kv `by_key`.
 """
@@ -104,17 +98,11 @@ class _QueryGradient(_Gradient, QueryBlock):
         self.write(q=dq * self.static.scale)
 
     def _add(
-        self,
-        band: int,
-        vectors: dict[str, jax.Array],
-        dq: jax.Array,
-        step: jax.Array,
-        tile: jax.Array | None,
+        self, band: int, vectors: _Arrays, dq: jax.Array, step: jax.Array, tile: jax.Array | None
     ) -> jax.Array:
         """dq with one tile's part."""
         slot, own = self.slot(step), ("q_smem", f"d_out{band}_smem")
-        vector = functools.partial(self.spread, axis=0)
-        _, d_score = self.weights(band, slot, tile, own, lambda name: vector(vectors[name]))
+        _, d_score = self.weights(band, slot, tile, own, lambda x: self.spread(vectors[x], axis=0))
         self.arrive("v_free", slot)
         (dq,) = self.add_products((dq, d_score, self.tile("k", slot)))
         self.arrive("k_free", slot)
@@ -122,15 +110,12 @@ class _QueryGradient(_Gradient, QueryBlock):
 
 
 class _KeyGradients(_Gradient):
-    """A block of the kernel for dk and dv."""
+    """A block of dk and dv, for one key tile of one kv head: sums over its query heads, both bands
+    and their query tiles, which are in the ring. Products are transposed, [keys, queries]."""
 
     query_axis = 1
     resident = ("k", "v")
     ring: ClassVar[dict[str, int]] = {"q": 2, "d_out": 2}  # with lse, with delta
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.num_steps = self.per_sweep * self.group
 
     def copy(self, name: str, step: jax.Array, buffer: Any, ready: Any) -> None:
         # The query heads one after the other, in each the near band, then the far one.

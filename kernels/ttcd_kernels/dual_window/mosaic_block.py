@@ -33,13 +33,11 @@ class Static(NamedTuple):
     halo: int  # keys before the first query
     scale: float
     tile: Tile
-    has_documents: bool
     interpret: Any = False
 
 
 class Tiles(NamedTuple):
-    """Tiles of a band: every pair of the inner ones is visible; the others are masked, and visited
-    first."""
+    """Tiles of a band (`tiles.visits`); those that are masked are visited first."""
 
     start: jax.Array
     inner_start: jax.Array
@@ -86,7 +84,8 @@ class Block(abc.ABC):
         self.rows = pl.ds(self.first_row, self.shape[0])
         self.at = self.batch, self.rows, self.head
         counts = (tiles.stop - tiles.start for tiles in self.bands())
-        self.per_sweep = self.num_steps = sum(counts, jnp.int32(0))
+        self.per_sweep = sum(counts, jnp.int32(0))
+        self.num_steps = self.per_sweep * self.group if self.query_axis else self.per_sweep
 
     @classmethod
     def sizes(cls, tile: Tile) -> tuple[int, int]:
@@ -138,7 +137,7 @@ class Block(abc.ABC):
 
     def bands(self) -> list[Tiles]:
         """The tiles of each band, read where they are needed: registers are scarce."""
-        row = self.batch if self.static.has_documents else 0
+        row = self.batch if "ids" in self.refs else 0
         bounds, bands = self.refs["tiles"].at[row, self.index], range(len(self.static.bands))
         return [Tiles(*(bounds[band, end] for end in range(4))) for band in bands]
 
@@ -231,15 +230,13 @@ class Block(abc.ABC):
         """Which pairs of this warpgroup's rows and a tile of the ring are visible."""
         first = [self.first_row, tile * self.shape[1]]
         first[self.query_axis] += self.static.halo
-        rows, columns = (
-            plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=plgpu.Layout.WGMMA)
-            for axis in (0, 1)
-        )
-        distance = rows - columns + (first[0] - first[1])
+        layout = plgpu.Layout.WGMMA
+        iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, self.shape, layout=layout)
+        distance = iota(0) - iota(1) + (first[0] - first[1])
         distance = -distance if self.query_axis else distance
         nearest, reach = self.static.bands[band]
         visible = (distance >= nearest) & (distance < reach)
-        if self.static.has_documents:
+        if "ids" in self.refs:
             ids = self.refs["ids"].at[self.batch]
             of_rows, of_columns = (self.load_vector(ids, first[axis], axis) for axis in (0, 1))
             visible = visible & (self.spread(of_rows, 0) == self.spread(of_columns, 1))

@@ -48,10 +48,9 @@ def _toolkit() -> int | None:
 def dual_window(q: Queries, k: Keys, v: Keys, segment_ids: Ids | None, windows: Windows) -> Results:
     """All four results of the call, for operands that are not `unsupported`; differentiable. Raises
     `ValueError` for a `scale` that is not above 0."""
-    if windows.scale <= 0:  # the largest score is found before scaling
-        raise ValueError(
-            f"scale is {windows.scale}, the Mosaic kernel needs one above 0; use 'triton'"
-        )
+    scale = windows.scale
+    if scale <= 0:  # the largest score is found before scaling
+        raise ValueError(f"scale is {scale}, the Mosaic kernel needs one above 0; use 'triton'")
     forward = functools.partial(launch_forward, windows)
     backward = functools.partial(launch_backward, windows)
     return by_kernels(forward, backward, q, k, v, segment_ids)
@@ -93,7 +92,7 @@ def _prepared(
     tile = getattr(MOSAIC_TILES[q.shape[-1]], kernel)
     block_q, block_kv = tile[:2]
     bands = [band for band in tiles.bands(windows.within(S)) if band[0] < band[1]]
-    static = Static(tuple(bands), S - T, windows.scale, tile, segment_ids is not None, interpret)
+    static = Static(tuple(bands), S - T, windows.scale, tile, interpret)
     rows = None if segment_ids is None else tiles.documents(segment_ids)
     operands = {"q": padded(q, block_q), "k": padded(k, block_kv), "v": padded(v, block_kv)}
     by_key = kernel == "backward_kv"

@@ -1,10 +1,8 @@
 """Dual-window attention's forward for Hopper, in Pallas Mosaic GPU: wgmma products, TMA copies and
 specialised warpgroups.
 
-The algorithm is that of `triton_kernels.dual_window_forward`: key tiles update one softmax state,
-which after the near band (distance < w_S) is the student's result and after the far band (w_S <=
-distance < w_T) the teacher's. Tiles that the student's edge cuts are visited twice, once for each
-band. A block computes one query tile of one head.
+The algorithm is that of `triton_kernels.dual_window_forward`. Tiles that the student's edge cuts
+are visited twice, once for each band. A block computes one query tile of one head.
 
 Products and softmax overlap twice. A compute warpgroup starts the scores of a tile and the product
 of the tile before, P v, together, and is in the softmax of the former while the latter runs: its
@@ -49,15 +47,9 @@ def dual_window_forward(static: Static, operands: dict[str, jax.Array]) -> list[
     for band in range(len(static.bands)):
         results[f"out{band}"] = jax.ShapeDtypeStruct(q.shape, q.dtype)
         results[f"lse{band}"] = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
-    return _Forward.launch(
-        "dual_window_forward",
-        static,
-        operands,
-        results,
-        out_smem=matrices(q.dtype, *own, H),
-        lse_smem=plgpu.SMEM(own, jnp.float32),
-        turn=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
-    )
+    buffers = {"out_smem": matrices(q.dtype, *own, H), "lse_smem": plgpu.SMEM(own, jnp.float32)}
+    buffers["turn"] = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS)
+    return _Forward.launch("dual_window_forward", static, operands, results, **buffers)
 
 
 class _Forward(QueryBlock):

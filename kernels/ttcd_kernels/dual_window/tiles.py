@@ -76,29 +76,22 @@ def visits(
         one = (rows.end[:, first[0]], -1) if by_key else (start, num_keys)
         clear = jnp.where(start <= first, *one)
     filled = -(-num_queries // block_q) * block_q  # rows of all tiles
+    size = block_q if by_key else block_kv
 
     def band(nearest: int, reach: int) -> jax.Array:
-        if not by_key:
+        """From spans of positions the tiles with any of `whole`, those with nothing but `inner`."""
+        if by_key:
+            whole = first + nearest - halo, jnp.minimum(last + reach - 1, seen) + 1 - halo
+            stop = jnp.minimum(first + reach - 1, clear) + 1 - halo
+            inner = last + nearest - halo, jnp.where(stop >= num_queries, filled, stop)
+        else:
             whole = jnp.maximum(first - reach + 1, seen), last - nearest + 1
             inner = jnp.maximum(last - reach + 1, clear), first - nearest + 1
-            return _bounds(whole, inner, block_kv, is_empty=nearest == reach)
-        whole = first + nearest - halo, jnp.minimum(last + reach - 1, seen) + 1 - halo
-        stop = jnp.minimum(first + reach - 1, clear) + 1 - halo
-        inner = last + nearest - halo, jnp.where(stop >= num_queries, filled, stop)
-        return _bounds(whole, inner, block_q, is_empty=nearest == reach)
+        begin = jnp.maximum(whole[0], 0)
+        start = begin // size
+        stop = jnp.where((begin < whole[1]) & (nearest < reach), -(-whole[1] // size), start)
+        inner_stop = jnp.clip(inner[1] // size, start, stop)
+        inner_start = jnp.clip(-(-inner[0] // size), start, inner_stop)
+        return jnp.stack(jnp.broadcast_arrays(start, inner_start, inner_stop, stop), -1)
 
     return jnp.stack([band(*x) for x in bands], 2)
-
-
-type _Span = tuple[jax.Array, jax.Array]
-
-
-def _bounds(whole: _Span, inner: _Span, block: int, is_empty: bool) -> jax.Array:
-    """[..., 4] from spans of positions (start, stop): the tiles with any of `whole`, those with
-    nothing but `inner`."""
-    first = jnp.maximum(whole[0], 0)
-    start = first // block
-    stop = jnp.where((first < whole[1]) & (not is_empty), -(-whole[1] // block), start)
-    inner_stop = jnp.clip(inner[1] // block, start, stop)
-    inner_start = jnp.clip(-(-inner[0] // block), start, inner_stop)
-    return jnp.stack(jnp.broadcast_arrays(start, inner_start, inner_stop, stop), -1)

@@ -39,10 +39,8 @@ def _launch_forward(windows: Windows, tuning: Tuning, *operands: Any) -> Results
 
 def _launch_backward(windows: Windows, tuning: Tuning, *arrays: Any) -> QKV:
     """dq, dk, dv from the arrays of `cotangents.backward_operands`."""
-    *operands, near_out, near_delta, near_lse, far_out, far_delta, far_lse = arrays
-    out, lse, delta = map(
-        jnp.stack, ([near_out, far_out], [near_lse, far_lse], [near_delta, far_delta])
-    )
+    operands, near, far = arrays[:4], arrays[4:7], arrays[7:]
+    out, delta, lse = map(jnp.stack, zip(near, far, strict=True))
     operands += out, lse.swapaxes(2, 3) * launch.LOG2E, delta.swapaxes(2, 3)
     (dq,) = launch_kernel("backward_q", windows, tuning.backward_q, *operands)
     dk, dv = launch_kernel("backward_kv", windows, tuning.backward_kv, *operands)

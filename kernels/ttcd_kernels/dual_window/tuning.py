@@ -34,16 +34,12 @@ TABLE: dict[tuple[int, int], Tuning] = {
 }
 # On 10.0 the tiles of 9.0 spill; on 12.0 a block has 99 KiB of shared memory, as on 8.6 and 8.9.
 TABLE |= {(gpu, head_dim): TABLE[80, head_dim] for gpu in (100, 120) for head_dim in (32, 64, 128)}
-PADDED = (80, 96)  # to 128 columns, inside the kernels
-TABLE |= {(gpu, dim): TABLE[gpu, 128] for gpu in (80, 90, 100, 120) for dim in PADDED}
-# Operands of four bytes, which are multiplied as three products in TF32; for every GPU.
-FLOAT32: dict[tuple[int, int], Tuning] = {
-    (80, 128): Tuning(*[Tile(32, 32, 8, 1)] * 3),
-    (80, 64): Tuning(*[Tile(32, 32, 4, 2)] * 3),
-    (80, 32): Tuning(*[Tile(32, 32, 4, 2)] * 3),
-}
-FLOAT32 |= {(80, dim): FLOAT32[80, 128] for dim in PADDED}
+# 80 and 96 are padded to 128 columns, inside the kernels.
+TABLE |= {(gpu, dim): TABLE[gpu, 128] for gpu in (80, 90, 100, 120) for dim in (80, 96)}
 HEAD_DIMS = (32, 64, 80, 96, 128)
+# Operands of four bytes, which are multiplied as three products in TF32; for every GPU.
+_FLOAT32 = {dim: Tile(32, 32, *((4, 2) if dim <= 64 else (8, 1))) for dim in HEAD_DIMS}
+FLOAT32 = {(80, dim): Tuning(tile, tile, tile) for dim, tile in _FLOAT32.items()}
 
 # Tried for each kernel by `ttcd_kernels.tune`, alongside the table's.
 _BLOCKS = (32, 128), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128)

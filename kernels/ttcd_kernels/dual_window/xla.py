@@ -92,21 +92,20 @@ def _product(operand: jax.Array, result: Any) -> Any:
     return functools.partial(jnp.einsum, precision=precision, preferred_element_type=result)
 
 
-def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
-    return jnp.pad(x, ((0, 0), (0, rows)) + ((0, 0),) * (x.ndim - 2))
+_take = functools.partial(jax.lax.dynamic_slice_in_dim, axis=1)
 
 
-def _take(x: jax.Array, start: jax.Array, size: int, axis: int = 1) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+def _pad_rows(rows: int, *arrays: Any) -> Any:
+    pads = ((0, 0), (0, rows), (0, 0), (0, 0))
+    return jax.tree.map(lambda x: jnp.pad(x, pads[: x.ndim]), arrays)
 
 
-def _put(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), start, 1)
+def _put(x: jax.Array, part: jax.Array, start: jax.Array, axis: int = 1) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), start, axis)
 
 
 def _add(x: jax.Array, part: jax.Array, start: jax.Array, axis: int = 1) -> jax.Array:
-    part = part + _take(x, start, part.shape[axis], axis)
-    return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis)
+    return _put(x, part + _take(x, start, part.shape[axis], axis=axis), start, axis)
 
 
 def _grouped(x: jax.Array, num_kv_heads: int) -> jax.Array:
@@ -154,8 +153,7 @@ def _forward(
     T, K, c = q.shape[1], k.shape[2], shape.block
     state = jnp.promote_types(q.dtype, jnp.float32)
     dot = _product(q, state)
-    q, k, v = (_pad_rows(x, -T % c) for x in (q, k, v))
-    ids = None if segment_ids is None else _pad_rows(segment_ids, -T % c)
+    q, k, v, ids = _pad_rows(-T % c, q, k, v, segment_ids)
 
     def attend(score: jax.Array, band: _Band) -> tuple[jax.Array, jax.Array]:
         """(output, lse) of softmax over the columns; a query always sees itself."""
@@ -177,7 +175,7 @@ def _forward(
         found = attend(score, every)
         if shape.has_far:
             near = _band(shape, ids, index, 0, shape.windows.student)
-            found += attend(_take(score, near.start - every.start, near.columns, 4), near)
+            found += attend(_take(score, near.start - every.start, near.columns, axis=4), near)
         return tuple(_put(x, part, row) for x, part in zip(results, found, strict=True)), None
 
     empty = jnp.zeros_like(q), jnp.zeros(q.shape[:3], state)
@@ -194,9 +192,8 @@ def gradients(windows: Windows, *arrays: Any) -> QKV:
     q, k, v, segment_ids, *of_bands = arrays
     shape = _shape(windows, q, k)
     (T, S), c, state = (q.shape[1], k.shape[1]), shape.block, of_bands[-1].dtype
-    rows = [_pad_rows(x, -T % c) for x in (q, *of_bands[: 3 * (1 + shape.has_far)])]
-    k, v = (_pad_rows(x, -T % c) for x in (k, v))
-    ids = None if segment_ids is None else _pad_rows(segment_ids, -T % c)
+    rows = q, *of_bands[: 3 * (1 + shape.has_far)]
+    rows, k, v, ids = _pad_rows(-T % c, rows, k, v, segment_ids)
     dot, K, scale = _product(q, state), k.shape[2], shape.windows.scale
     w_T, w_S, _ = shape.windows
 
@@ -210,7 +207,7 @@ def gradients(windows: Windows, *arrays: Any) -> QKV:
             band = _band(shape, ids, index, nearest, reach)
             offset = band.start - every.start
             (d_out, D, lse), of_bands = of_bands[:3], of_bands[3:]
-            weight = jnp.exp(_take(score, offset, band.columns, 2) - lse[:, :, None])
+            weight = jnp.exp(_take(score, offset, band.columns, axis=2) - lse[:, :, None])
             weight = jnp.where(band.mask.swapaxes(1, 2)[:, None, :, None], weight, 0)
             d_weight = dot("BKSH,BKGTH->BKSGT", band.rows(v), d_out)
             d_values = dot("BKSGT,BKGTH->BKSH", weight.astype(k.dtype), d_out)

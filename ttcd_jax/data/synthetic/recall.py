@@ -6,7 +6,7 @@ reach of the attention windows only a memory can recall it.
 """
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,6 @@ class RecallConfig(Config):
     num_slots: Annotated[int, AtLeast(2)]
     num_keys: Positive
     num_values: Positive
-
-    rows_are_documents: ClassVar[bool] = True
 
     @property
     def seq_len(self) -> int:

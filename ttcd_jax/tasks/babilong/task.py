@@ -29,15 +29,11 @@ from ttcd_jax.tasks.babilong.stories import GIVERS, OBJECTS, PLACES, BabiTask, Q
 Length = Literal["0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k"]
 Form = Literal["official", "harness"]
 
-_STORIES_PER_SAMPLE = 4  # of our own: some are too long
 _BACKGROUND_TOKENS = 2**24  # of the text, from the first on
-PROMPT_TOKENS = 300  # of a length, for the prompt around the text
 MIN_SENTENCE = 10  # tokens
 
-_TOKENS_PER_LINE = 8
 _WINDOW = 10  # characters per token of background
 _MAX_DRAWS = 1000  # of texts without a sentence, one after the other; more of short ones
-_CACHED = 2**17  # sentences
 
 
 class Sample(NamedTuple):
@@ -100,15 +96,10 @@ class Background:
         return (text[a:b] for (a, b), _ in itertools.pairwise(spans))
 
 
-def text_size(length: str) -> int:
-    """The tokens of the text of "4k" and so on: thousands without the prompt's; 0 for "0k"."""
-    return max(0, 1000 * int(length.removesuffix("k")) - PROMPT_TOKENS)
-
-
 def of_size(questions: Iterable[Question], size: int) -> list[Question]:
     """The questions whose story is short enough for `size` tokens: one line per 8 tokens, the
     question included; all for a size of 0."""
-    return [x for x in questions if not size or len(x.facts) < size // _TOKENS_PER_LINE]
+    return [x for x in questions if not size or len(x.facts) < size // 8]
 
 
 def hide(
@@ -123,7 +114,7 @@ def hide(
     tokens, or the facts alone for a size of 0. `tokenizer` has `encode` and `decode`, of tokens of
     any kind. Positions are uniform and may be equal. Facts of `size` tokens or more are all of the
     text, with one empty sentence. Two generators of `seed` draw, one of them positions."""
-    encode = functools.lru_cache(_CACHED)(tokenizer.encode)
+    encode = functools.lru_cache(2**17)(tokenizer.encode)
     rng = np.random.default_rng(seed)
     background = Background(texts, encode, seed) if size else None
     for index, question in questions:
@@ -228,7 +219,8 @@ class BabiLong(Task[list[Case], Answered]):
         questions = {task: self._questions(task) for task in self.tasks}
         cases = []
         for task, length in itertools.product(self.tasks, self.lengths):
-            size = text_size(length)
+            # Thousands of tokens, without those of the prompt around the text.
+            size = max(0, 1000 * int(length.removesuffix("k")) - 300)
             numbered = enumerate(of_size(questions[task], size))
             found = hide(numbered, texts, tokenizer, size=size, seed=self.seed)
             fitting = (x for x in found if not size or any(x.background))
@@ -246,7 +238,7 @@ class BabiLong(Task[list[Case], Answered]):
     def _questions(self, task: BabiTask) -> list[Question]:
         if self.babi is not None:
             return stories.read_folder(Path(self.babi), task)
-        lines = stories.story_lines(task, self.seed, _STORIES_PER_SAMPLE * self.samples)
+        lines = stories.story_lines(task, self.seed, 4 * self.samples)  # some are too long
         return [*stories.read_questions(lines)]
 
     def measure(self, scorer: Scorer, rows: list[Case], subject: Subject) -> list[Answered]:

@@ -176,20 +176,11 @@ class Cell:
     def value(self) -> str:
         return str(self.legacy.randint(10_000, 99_999))
 
-    def largest(
-        self,
-        make: Make,
-        step: int,
-        *,
-        extra: int = 0,
-        probe: int | None = None,
-        most: Callable[[float], int] | None = None,
-    ) -> int:
+    def largest(self, make: Make, step: int, *, extra: int = 0, probe: int | None = None) -> int:
         """The largest size whose text and `extra` tokens fit, by bisection from `step` (if none
-        fits) up to `most` of the tokens per unit of a text of size `probe`."""
-        probe = probe or step
-        per_unit = (self._num_tokens(make(probe)) - self.num_new) / probe
-        high = int((self.length / per_unit) * 3) if most is None else most(per_unit)
+        fits) up to 3 times what a text of size `step` promises, or twice what one of `probe`."""
+        per_unit = (self._num_tokens(make(probe or step)) - self.num_new) / (probe or step)
+        high = int(self.length // per_unit) * 2 if probe else int((self.length / per_unit) * 3)
         low, high, best = step, max(high, 2 * step), step
         while low <= high:
             middle = (low + high) // 2
@@ -199,19 +190,12 @@ class Cell:
                 high = middle - 1
         return best
 
-    def fitted(
-        self,
-        make: Make,
-        size: int,
-        step: int,
-        least: int | None = None,
-        *,
-        may_exceed: bool = False,
-    ) -> tuple[Prompt, int]:
-        """A prompt of at most `size` and its tokens with those of an answer: `step` smaller until
-        it fits or has at most `least` (default: `step`), then drawn again. The published generator
-        draws for ever; here, after 100 draws far too long, or 10,000, the last one is taken if it
+    def fitted(self, make: Make, drawing: Drawing, may_exceed: bool = False) -> tuple[Prompt, int]:
+        """A prompt of at most the size of `drawing`, and its tokens with those of an answer: a step
+        smaller until it fits or has the least size, then drawn again. The published generator draws
+        for ever; here, after 100 draws far too long, or 10,000, the last one is taken if it
         `may_exceed` the length, else `UserError` is raised."""
+        _, size, step, least = drawing
         drawn: list[float] = []  # tokens of the smallest texts
         while len(drawn) < _MOST:
             num_tokens = self._num_tokens(prompt := make(size))
@@ -347,7 +331,7 @@ def track_variables(cell: Cell, sources: Sources, num_samples: int) -> Drawing:
     step, short = 5 if cell.is_short else 10, copy.copy(cell)
     short.name, short.length, short.num_new = f"the example of {cell.name}", _EXAMPLE_LENGTH, 0
     make = functools.partial(_chain_prompt, short, is_example=True)
-    found, _ = short.fitted(make, short.largest(make, 5), 5, may_exceed=True)
+    found, _ = short.fitted(make, Drawing((), short.largest(make, 5), 5), may_exceed=True)
     example = f"{found.text} {' '.join(found.answers)}\n"
     size = cell.largest(functools.partial(_chain_prompt, cell), step, extra=cell.count(example))
     prompt = functools.partial(_after_example, cell, example)
@@ -390,8 +374,7 @@ def find_common_words(cell: Cell, sources: Sources, num_samples: int) -> Drawing
     words = sorted({*_words_of("noun"), *_words_of("adjective"), *_words_of("verb")})
     cell.shuffle(words)
     make = functools.partial(_list_prompt, cell, words)
-    size = cell.largest(make, 10, probe=4096, most=lambda x: int(cell.length // x) * 2)
-    return Drawing([make] * num_samples, size, 10)
+    return Drawing([make] * num_samples, cell.largest(make, 10, probe=4096), 10)
 
 
 def _list_prompt(cell: Cell, words: list[str], size: int) -> Prompt:

@@ -15,7 +15,7 @@ from ttcd_kernels.table import Row
 
 from ttcd_jax import units
 from ttcd_jax.config import DISTINCT, Bound, Positive, closest
-from ttcd_jax.data.sources import text_data, text_records
+from ttcd_jax.data.sources import text_records
 from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.generate import Request
@@ -51,16 +51,15 @@ _NEEDLES = {
 TASKS = {
     name: Kind(functools.partial(prompts.find_needles, needles), " The speci", 128)
     for name, needles in _NEEDLES.items()
-} | {
+}
+TASKS |= {
     "vt": Kind(prompts.track_variables, " Answer: A", 30),
     "cwe": Kind(prompts.find_common_words, " Answer: T", 120),
     "fwe": Kind(prompts.find_coded_words, " Answer: A", 50),
-    "qa_1": Kind(
-        functools.partial(prompts.answer_questions, "squad"), " Answer:", 32, takes_any=True
-    ),
-    "qa_2": Kind(
-        functools.partial(prompts.answer_questions, "hotpot"), " Answer:", 32, takes_any=True
-    ),
+}
+TASKS |= {
+    name: Kind(functools.partial(prompts.answer_questions, source), " Answer:", 32, takes_any=True)
+    for name, source in (("qa_1", "squad"), ("qa_2", "hotpot"))
 }
 SINGLE = tuple(name for name in TASKS if name.startswith("niah_single"))
 NIAH = (*SINGLE, "niah_multikey_1", "niah_multivalue", "niah_multiquery")  # the paper's six
@@ -115,7 +114,7 @@ def make_samples(
     cell = Cell(task, length, kind.num_new, seed, count)
     drawing = kind.draw(cell, sources, num_samples)
     for index, make in enumerate(drawing.prompts):
-        prompt, size = cell.fitted(make, *drawing[1:])
+        prompt, size = cell.fitted(make, drawing)
         start = prompt.text.rfind(kind.prefix)
         text, prefix = prompt.text[:start], prompt.text[start:]
         place, position = index, None
@@ -221,8 +220,6 @@ class Ruler(Task[list[Case], Answered]):
     def _prose(self, subject: Subject, tokenizer: Tokenizer) -> str:
         if self.essay is not None:
             return prompts.read_essay(self.essay)
-        if text_data(subject.data) is None:
-            return ""
         records = text_records(subject.run_dir, subject.data, tokenizer, None, "essay")
         return " ".join(first_texts(records, tokenizer, max(self.lengths)))
 

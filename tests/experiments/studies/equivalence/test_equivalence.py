@@ -194,7 +194,7 @@ def test_distances_are_those_of_all_logits_in_float64(monkeypatch, scale, noise,
     heads[1] = heads[0]
     other = np.float32(h + noise * rng.standard_normal(h.shape))
     targets = rng.integers(0, 37, (3, 5))
-    found = tasks.distances(h, other, *heads, targets)
+    found = tasks.distances([h, other], [*heads], targets)
     for ours, theirs in zip(found, _expected(h, other, heads, targets), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=1e-6 * noise)
     assert np.asarray(found.kl).min() >= 0

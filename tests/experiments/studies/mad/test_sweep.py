@@ -118,11 +118,18 @@ def together():
     return trained()
 
 
-def test_a_run_alone_is_that_among_others_and_is_evaluated_at_most_ten_times():
-    seen, alone = [], grid([1e-1], [0.1], [3])
-    found = trained(hyper=alone, on_evaluation=lambda done, _: seen.append(round(6 * done)))
-    assert seen == list(range(1, 7))
-    for ours, theirs in zip(together()[1:2], found, strict=True):
+def test_runs_in_groups_are_the_runs_together_and_a_group_is_halved_until_it_fits(monkeypatch):
+    sizes, seen = [], []
+
+    def needed(program):
+        sizes.append(program.in_avals[0][1].rate.size)
+        return 100 * sizes[-1]
+
+    monkeypatch.setattr(sweep.measure, "needed_bytes", needed)
+    found = trained(budget_bytes=200, on_evaluation=lambda done, _: seen.append(round(12 * done)))
+    assert sizes == [3, 2]
+    assert seen == list(range(1, 13))  # two groups of six evaluations
+    for ours, theirs in zip(together(), found, strict=True):
         assert_close(ours.to_dict(), theirs.to_dict(), 1e-5)
         assert [point.epoch for point in ours.curve] == [1, 2, 3, 4, 5, 6]
         assert ours.curve[-1].loss < ours.curve[0].loss
