@@ -83,8 +83,7 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.inference.saved_state import save_state
     from ttcd_jax.run.directory import load_run
 
-    if sys.stderr.isatty():
-        _say(f"loading {FLAGS.run_dir}; its programs are compiled at the first text")
+    _say(f"loading {FLAGS.run_dir}; its programs are compiled at the first text")
     cli.keep_programs(None)
     run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
     if run.tokenizer is None:

@@ -94,11 +94,14 @@ def refused(module: str, *arguments, status: int = 2, **options) -> str:
 
 
 def mistake(result: subprocess.CompletedProcess, status: int = 2) -> str:
-    """The error line of a command with a user's mistake, alone on its stderr."""
+    """The error line of a command with a user's mistake, alone on its stderr, or after the line
+    that says what is loaded."""
     assert result.returncode == status, result.stderr
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    return result.stderr
+    *before, error = result.stderr.splitlines(keepends=True)
+    assert all(line.startswith("loading ") for line in before[:1])
+    assert error.startswith("error: ")
+    assert len(before) <= 1
+    return error
 
 
 def refuse(rows: Sequence[tuple[Sequence, int, str]], **options) -> None:

@@ -27,7 +27,7 @@ from small_models import SETTINGS, byte_model, config_of
 from tiny_run import save_text_model
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
-from ttcd_jax.errors import DataError
+from ttcd_jax.errors import DataError, ResourceError
 from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.measure import scorer as module
 from ttcd_jax.measure.journal import Journal, RowProgress
@@ -97,6 +97,27 @@ def test_losses_of_rows_of_any_length_are_those_of_one_pass(method, one_pass, fl
         losses, is_hit = _expected(model, row)
         assert_close(scores.losses, losses, BOUND)
         np.testing.assert_array_equal(scores.is_hit, is_hit)
+
+
+def test_the_states_of_a_batch_take_a_quarter_of_the_memory(float64, monkeypatch):
+    model, counts = _model("full"), []
+    scorer, rows = Scorer(model, batch_size=8), [row for row in _rows() if len(row) > 1]
+    expected, read = scorer.losses(rows), scorer._in_one_pass
+    size = module.state_bytes(model.config, 1, 128)["total"]  # of a short row
+
+    def counted(tokens, lengths):
+        counts.append(len(tokens))
+        return read(tokens, lengths)
+
+    monkeypatch.setattr(scorer, "_in_one_pass", counted)
+    monkeypatch.setattr(module, "device_bytes", lambda: 9 * size)
+    found = scorer.losses(rows)
+    assert counts == [2, 2, 2]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours.losses, theirs.losses, BOUND)
+    monkeypatch.setattr(module, "device_bytes", lambda: size - 1)
+    words = "the state of a row of 39 tokens takes |, and there is |: take shorter rows"
+    refused(words, scorer.losses, rows, error=ResourceError)
 
 
 # At 16 spare tokens of padding the 66 that continuations share are read once; so they are where a

@@ -8,11 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_same, refused
+from corpora import text_file
 from flax.traverse_util import flatten_dict
 from orbax.checkpoint import StandardCheckpointer
-from small_models import config_of, run_config
+from small_models import byte_model, config_of, run_config
+from tiny_run import save_text_model
 
 from ttcd_jax import MemoryConfig, OptimizerConfig, Precision, RunConfig
+from ttcd_jax.data.sources import TextConfig
+from ttcd_jax.data.tokenizer import TokenizerConfig, train_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.run import build
@@ -155,6 +159,21 @@ def test_what_is_lacking_is_drawn_as_a_fresh_run_draws_it_and_listed(plain):
         assert is_drawn == np.array_equal(ours[name], theirs[name]), name
     assert_same(state["opt_state"], fresh["opt_state"])
     assert state["step"] == 0
+
+
+def test_text_of_another_tokenizer_is_refused_unless_the_embedding_is_dropped(tmp_path):
+    save_text_model(tmp_path / "run", byte_model())
+    (tmp_path / "other.json").write_text(train_tokenizer(["some words"], 258))
+    (tmp_path / "a.txt").write_text("some words")
+    corpus = text_file(tmp_path / "a.txt")
+    data = TextConfig(corpus=corpus, tokenizer=TokenizerConfig(), seq_len=8)
+    config = _config(byte_model(), data=data, start_from=str(tmp_path / "run"))
+    assert plan_start(config).initialised == ()
+    other = TokenizerConfig(kind="json", path=str(tmp_path / "other.json"))
+    config = config.replace(data=data.replace(tokenizer=other))
+    words = "run' has learned tokens of bytes, |other.json: set TokenizerConfig.kind = 'byte'"
+    refused(words, plan_start, config)
+    assert plan_start(config.replace(start_drops=("embedding",))).initialised == ("embedding",)
 
 
 def test_what_is_left_over_or_has_another_shape_is_refused_unless_allowed_by_name(run_of):

@@ -19,19 +19,27 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ttcd_jax import units
 from ttcd_jax.data.tokenizer import Tokenizer
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import ResourceError, UserError
 from ttcd_jax.inference.decode import head_weight
 from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.inference.prefill import stream
-from ttcd_jax.inference.state import InferenceState, abstract_state, start_state, state_axes
+from ttcd_jax.inference.state import (
+    InferenceState,
+    abstract_state,
+    start_state,
+    state_axes,
+    state_bytes,
+)
 from ttcd_jax.measure.journal import Answer, Journal, RowProgress
 from ttcd_jax.models.config import TransformerConfig, memory_chunk
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.sharding import rules
 from ttcd_jax.sharding.batch import Placement
 from ttcd_jax.tokens import check_tokens
+from ttcd_jax.train.hardware import device_bytes
 from ttcd_jax.train.loss import token_scores
 
 # Rows of at most so many tokens are read in one forward pass: one program instead of several, and
@@ -197,11 +205,12 @@ class Scorer:
         """The answers to all requests, computed by `answers(indices, rows of the batch)`. `sizes`:
         (steps after it is read, tokens) of each; a batch has requests of similar ones."""
         order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
-        plan = [*itertools.batched(order, self.batch_size)]
-        num_rows = rules.axis_size("data") * rules.axis_size("fsdp")
-        while num_rows < len(sizes):  # few shapes: `batch_size`, or fewer in powers of two
-            num_rows *= 2
-        num_rows, journal, key, found = min(num_rows, self.batch_size), self._journal, "", {}
+        plan, shapes, journal, key, found = [], [], self._journal, "", {}
+        while order:
+            most = max(sizes[i][1] for i in order[: self.batch_size])
+            shapes.append(self._num_rows(len(sizes), most))
+            plan.append(order[: shapes[-1]])
+            order = order[shapes[-1] :]
         if journal is not None:
             parts = [kind, plan, sizes], self.model.config.to_dict(), self.checksum
             key = journal.key(*parts, content=content)
@@ -212,7 +221,7 @@ class Scorer:
         progress = RowProgress(self._name, num_found, len(sizes), sum(work.values()))
         try:
             for batch in left:
-                found[batch] = answers(plan[batch], num_rows)
+                found[batch] = answers(plan[batch], shapes[batch])
                 if journal is not None:
                     journal.add(key, batch, found[batch])
                 progress.add(len(plan[batch]), work[batch])
@@ -223,6 +232,25 @@ class Scorer:
         pairs = (zip(index, found[batch], strict=True) for batch, index in enumerate(plan))
         results = dict(itertools.chain.from_iterable(pairs))
         return [results[i] for i in range(len(sizes))]
+
+    def _num_rows(self, count: int, most: int) -> int:
+        """The rows of a batch, of `count` requests, of at most so many tokens: `batch_size`, or
+        fewer in powers of two, whose states take a quarter of a device's memory. Raises
+        `ResourceError` where not one row fits."""
+        rows = least = rules.axis_size("data") * rules.axis_size("fsdp")
+        while rows < count:
+            rows *= 2
+        rows = min(rows, self.batch_size)
+        if not self._is_streamed:
+            return rows
+        whole = device_bytes()
+        state = _state_bytes(self.model.config, self._capacity(most))
+        if state > whole:
+            sizes = f"takes {units.size(state)}, and there is {units.size(whole)} of memory"
+            raise ResourceError(f"the state of a row of {most:,} tokens {sizes}: take shorter rows")
+        while rows > least and state * rows // least > whole / 4:
+            rows = max(rows // 2, least)
+        return rows
 
     @functools.cached_property
     def _is_streamed(self) -> bool:
@@ -236,12 +264,13 @@ class Scorer:
         params = jax.tree.leaves(nnx.state(self.model, nnx.Param))
         return WORK // sum(x.size for x in params)
 
-    def _state(self, num_rows: int, most: int) -> InferenceState:
-        """A state for rows of at most `most` tokens; capacities of few values."""
+    def _capacity(self, most: int) -> int | None:
+        """The length of a state for rows of at most `most` tokens, one of few; None: any."""
         step = 1 << max((most - 1).bit_length() - 3, 0)
-        capacity = max(128, -(-most // step) * step)
-        max_length = capacity if self.model.config.window is None else None
-        return start_state(self.inference, num_rows, max_length=max_length)
+        return max(128, -(-most // step) * step) if self.model.config.window is None else None
+
+    def _state(self, num_rows: int, most: int) -> InferenceState:
+        return start_state(self.inference, num_rows, max_length=self._capacity(most))
 
     def _streamed(
         self, rows: Sequence[np.ndarray], reads: Sequence[int], groups: Any, num_rows: int
@@ -303,6 +332,12 @@ class Scorer:
 def whole[Tree](tree: Tree) -> Tree:
     """Arrays that every process can read, whatever the mesh in use."""
     return jax.tree.map(lambda x: rules.constrain(x, *(None,) * x.ndim), tree)
+
+
+@functools.lru_cache
+def _state_bytes(config: TransformerConfig, max_length: int | None) -> int:
+    """Bytes of the state of a row."""
+    return state_bytes(config, 1, max_length)["total"]
 
 
 @functools.lru_cache

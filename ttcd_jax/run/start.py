@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import jax
 from flax.traverse_util import unflatten_dict
 
-from ttcd_jax.errors import CheckpointError
+from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
+from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.run.bindings import Inherit
 from ttcd_jax.run.build import Program
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.run.directory import RunDirectory, model_config, open_checkpoints
+from ttcd_jax.run.directory import RunDirectory, model_config, open_checkpoints, tokenizer_config
 from ttcd_jax.sharding.batch import replicated
 from ttcd_jax.train import layers_on_disk as disk
 from ttcd_jax.train.state import TrainState, init_params, placed_as
@@ -51,8 +52,8 @@ def starting_model(start_from: str) -> TransformerConfig:
 
 def plan_start(config: RunConfig) -> StartPlan:
     """The parameters that this run takes from `start_from`, from the configurations alone. Raises
-    `UserError` for a pattern of `start_drops` that names nothing, `CheckpointError` for parameters
-    of another shape or unknown to the model."""
+    `UserError` for a pattern of `start_drops` that names nothing and for data of another tokenizer,
+    `CheckpointError` for parameters of another shape or unknown to the model."""
     assert config.start_from is not None
     stored = disk.stored_params(model_config(RunDirectory(config.start_from)))
     model = disk.stored_params(config.model)
@@ -65,8 +66,22 @@ def plan_start(config: RunConfig) -> StartPlan:
             f"the model does not fit the parameters of start_from {config.start_from!r}: "
             f"{problem}; change TransformerConfig, or name in RunConfig.start_drops those to leave"
         )
+    if "embedding" in offered:
+        _check_tokenizer(config.start_from, getattr(config.data, "tokenizer", None))
     initialised = tuple(name for name in model if name not in offered)
     return StartPlan(tuple(offered), initialised, tuple(sorted(dropped)))
+
+
+def _check_tokenizer(start_from: str, own: TokenizerConfig | None) -> None:
+    theirs = tokenizer_config(RunDirectory(start_from))
+    if own and theirs and build_tokenizer(own).digest != build_tokenizer(theirs).digest:
+        fields = {"kind": theirs.kind} | ({"path": theirs.path} if theirs.path else {})
+        remedy = " and ".join(f"TokenizerConfig.{name} = {x!r}" for name, x in fields.items())
+        raise UserError(
+            f"start_from {start_from!r} has learned tokens of {theirs.path or 'bytes'}, the data "
+            f"are read as those of {own.path or 'bytes'}: set {remedy}, or drop its 'embedding' "
+            "(RunConfig.start_drops)"
+        )
 
 
 def started_state(program: Program) -> tuple[int, StartPlan, TrainState]:
