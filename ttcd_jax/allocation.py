@@ -41,6 +41,12 @@ def keep_freed_memory() -> None:
         libc.mallopt(parameter, value)
 
 
+def return_freed_memory() -> None:
+    """Gives what was freed back to the system: a start and its compiler leave gigabytes behind."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # of glibc
+        libc.malloc_trim(0)
+
+
 def take_device_memory() -> None:
     """Lets XLA take `MEMORY_SHARE` of an accelerator's memory unless the environment says how much.
     Call it before JAX's first array. Raises `UserError` where that is no share."""

@@ -16,6 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from ttcd_jax.allocation import return_freed_memory
 from ttcd_jax.data.pipeline import MakeBatches, StepBatches
 from ttcd_jax.errors import CheckpointError, NonFiniteError, UserError
 from ttcd_jax.files import sha256
@@ -248,6 +249,7 @@ def _compiled(
             step = compiled.result()
     with phase("compiling the metrics"):
         measures = [measure.compile() for measure in program.measures()]
+    return_freed_memory()
     say_started()
     every, last = program.config.log_every, program.config.steps
     return measured(step, measures, start=start, every=every, last=last), state
