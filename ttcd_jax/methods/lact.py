@@ -31,8 +31,7 @@ from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.product import product
 from ttcd_jax.nn.rope import rotate
 from ttcd_jax.nn.row import Hidden, Piece, Row
-from ttcd_jax.nn.sinks import Sinks
-from ttcd_jax.nn.windows import KVCache, attend, attend_cached
+from ttcd_jax.nn.windows import KVCache, Sinks, attend, attend_cached
 
 NORM_EPS = 1e-5
 # A learning rate is softplus(. + this): 0.001 where the projection is 0.

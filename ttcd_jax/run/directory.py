@@ -304,10 +304,9 @@ def chat_template(directory: RunDirectory) -> str:
     """The template of conversations that the checkpoint of a run came with. Raises `UserError` for
     none."""
     texts = imported_texts(directory)
-    if template := texts.get("chat_template.jinja"):
-        return template
     settings = parse_json(texts.get("tokenizer_config.json", "{}").encode(), directory.path)
-    if not isinstance(template := settings.get("chat_template"), str):
+    template = texts.get("chat_template.jinja") or settings.get("chat_template")
+    if not isinstance(template, str):
         raise UserError(
             f"{directory.path} has no chat template: it is not of a checkpoint that answers"
         )
