@@ -84,10 +84,8 @@ def _import(name: str, run_dir: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = source if source.is_dir() else source.parent
         if FLAGS.format == "gguf":
-            (params, config, metadata), texts = open_gguf(source)
             folder = Path(scratch)
-            for file, text in texts.items():
-                (folder / file).write_text(text)
+            params, config, metadata = open_gguf(source, folder)
         else:
             params, config, metadata = (open_hugging_face if is_theirs else open_reference)(source)
         tokenizer = _tokenizer(folder, config.vocab_size)

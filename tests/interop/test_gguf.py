@@ -16,7 +16,7 @@ from tokenizers import pre_tokenizers
 
 from ttcd_jax.data.tokenizer import special_tokens
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.interop.gguf_files import open_gguf
+from ttcd_jax.interop import gguf_files
 from ttcd_jax.nn.rope import Llama3Config, RopeConfig, pair_frequencies
 from ttcd_jax.train.layers_on_disk import by_name, stacked
 from ttcd_jax.train.state import abstract_params, with_params
@@ -62,6 +62,14 @@ def _write(path, params, config, quantization=None, fields=(), factors=None):
 def stored():
     with np.load(FILE) as file:
         return dict(file)
+
+
+def open_gguf(path):
+    """(the model, its small files by name)."""
+    folder = path.with_suffix(".files")
+    folder.mkdir(exist_ok=True)
+    model = gguf_files.open_gguf(path, folder)
+    return model, {file.name: file.read_text() for file in folder.iterdir()}
 
 
 def _case(stored, case):

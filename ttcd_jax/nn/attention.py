@@ -75,17 +75,12 @@ class AttentionConfig(Heads, SublayerConfig):
     """Attention as a layer."""
 
     reference_names: ClassVar[Names] = {
-        "q_proj.weight": ("query", "linear"),
-        "k_proj.weight": ("key", "linear"),
-        "v_proj.weight": ("value", "linear"),
-        "o_proj.weight": ("out", "linear"),
-        "q_proj.bias": ("query_bias", "same"),
-        "k_proj.bias": ("key_bias", "same"),
-        "v_proj.bias": ("value_bias", "same"),
-        "q_norm.weight": ("query_norm", "same"),
-        "k_norm.weight": ("key_norm", "same"),
-        "sinks": ("sink", "same"),
-    }
+        "q_proj.weight": ("query", "linear"), "k_proj.weight": ("key", "linear"),
+        "v_proj.weight": ("value", "linear"), "o_proj.weight": ("out", "linear"),
+        "q_proj.bias": ("query_bias", "same"), "k_proj.bias": ("key_bias", "same"),
+        "v_proj.bias": ("value_bias", "same"), "q_norm.weight": ("query_norm", "same"),
+        "k_norm.weight": ("key_norm", "same"), "sinks": ("sink", "same"),
+    }  # fmt: skip
 
     def flops(self, length: int) -> int | float:
         narrow = self.kv_heads * self.head_size

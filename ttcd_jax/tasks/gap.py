@@ -57,6 +57,7 @@ RIDGES = (0.01, 0.1, 1.0, 10.0)  # times the mean eigenvalue
 STREAM, LOCAL, FROZEN = "the stream's error", "the layer's own error", "frozen after two thirds"
 MAP, FOREIGN = "linear map of others", "another document's memory"
 Features, Matrix = Float[Array, "T F"], Float[Array, "T D"]
+_Views = tuple[Features, Matrix, Matrix]
 
 
 class LayerGap(NamedTuple):
@@ -169,12 +170,6 @@ class Gap(WindowTask[LayerGap]):
         return lines
 
 
-class _Views(NamedTuple):
-    z: Features  # the student's features
-    e: Matrix
-    y: Matrix  # the teacher's output
-
-
 @jax.jit
 def _embedded(model: InferenceModel, tokens: jax.Array) -> jax.Array:
     return model.embedding[...].astype(model.config.precision.compute_dtype)[tokens]
@@ -191,6 +186,7 @@ def _after(block: Any, h: jax.Array, embeddings: jax.Array) -> jax.Array:
 
 @functools.partial(nnx.jit, static_argnums=(2, 3))
 def _views(block: Any, h: jax.Array, window: int, sinks: int) -> _Views:
+    """(the student's features, e, the teacher's output)."""
     attention, mlp = block.mixer, block.mlp
     if not (isinstance(attention, Attention) and isinstance(mlp, SwiGLU)):
         raise UserError(
@@ -205,20 +201,20 @@ def _views(block: Any, h: jax.Array, window: int, sinks: int) -> _Views:
     (out,) = attend(*operands, attention.config.attention_implementation, beside)
     seen, eps = h + attention.project_out(out), block.config.mlp.dims.norm_eps
     student, y = rms_norm(seen, block.mlp_norm[...], eps), mlp.plain(teacher)
-    return _Views(mlp.features(student)[0], (y - mlp.plain(student))[0], y[0])
+    return mlp.features(student)[0], (y - mlp.plain(student))[0], y[0]
 
 
 def _explained(documents: list[_Views]) -> tuple[float, ...]:
     """The fields of `LayerGap` after the first two."""
     wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), documents)
-    grams, found = [_gram(d.z, d.e) for d in wide], []
-    for index, own in enumerate(wide):
+    grams, found = [_gram(z, e) for z, e, _ in wide], []
+    for index, (z, e, y) in enumerate(wide):
         gram, target = map(sum, zip(*grams[:index], *grams[index + 1 :], strict=True))
         maps = [_fitted(gram, target, ridge) for ridge in RIDGES]
-        regression = max(maps, key=lambda x, own=own: _share(own.e, own.z @ x))
-        mean = jnp.concatenate([x.e for x in wide if x is not own]).mean(0)
-        size = jnp.linalg.norm(own.e) / jnp.linalg.norm(own.y)
-        found.append([float(x) for x in (size, *_shares(own.z, own.e, regression, mean))])
+        regression = max(maps, key=lambda x, z=z, e=e: _share(e, z @ x))
+        mean = jnp.concatenate([x for _, x, _ in wide[:index] + wide[index + 1 :]]).mean(0)
+        size = jnp.linalg.norm(e) / jnp.linalg.norm(y)
+        found.append([float(x) for x in (size, *_shares(z, e, regression, mean))])
     means = np.mean(found, 0).tolist()
     return *means, means[-1] - means[2]
 
