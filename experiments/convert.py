@@ -45,11 +45,9 @@ flags.DEFINE_string(
     "tokenizer", None, "import: byte, none or a tokenizer.json; default: the one in PATH, if any."
 )
 flags.DEFINE_integer("step", None, "export: the checkpoint; default: the newest.")
+_DTYPES = ["float32", "bfloat16", "float16"]
 flags.DEFINE_enum(
-    "dtype",
-    None,
-    ["float32", "bfloat16", "float16"],
-    "export: of all tensors; default: as imported, or float32.",
+    "dtype", None, _DTYPES, "export: of all tensors; default: as imported, or float32."
 )
 
 _SEQ_LEN = 2048  # for a model whose configuration has no length
@@ -134,10 +132,8 @@ def _tokenizer(folder: Path, vocab_size: int) -> "TokenizerConfig | None":
 
 
 def _print_import(metadata: dict[str, Any]) -> None:
-    dtypes = sorted(set(metadata["dtypes"].values()))
-    print(
-        f"{metadata['model_type']}: {metadata['num_parameters']:,} parameters, {', '.join(dtypes)}"
-    )
+    kinds = ", ".join(sorted({*metadata["dtypes"].values()}))
+    print(f"{metadata['model_type']}: {metadata['num_parameters']:,} parameters, {kinds}")
     if types := metadata.get("dequantized"):
         print(f"dequantized: {', '.join(f'{n} tensors of {kind}' for kind, n in types.items())}")
     unused = len(metadata["dropped"]) + (metadata["tied_head"] is not None)

@@ -170,9 +170,7 @@ def open_checkpoint(
     metadata = {
         "format": form.name,
         "path": str(path.absolute()),
-        "files": {
-            file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files
-        },
+        "files": {x.name: {"bytes": x.stat().st_size, "sha256": sha256(x)} for x in files},
         "model_type": source["model_type"],
         "num_parameters": sum(math.prod(leaf.shape) for leaf in params.values()),
         "dropped": dropped,
@@ -191,9 +189,8 @@ def _plainly_named(weights: WeightFiles) -> WeightFiles:
     stored = {name.removeprefix(_PREFIX): name for name in weights}
     if len(stored) < len(weights):
         twice = next(x for x in weights if stored[x.removeprefix(_PREFIX)] != x)
-        raise DataError(
-            f"{weights.stored[twice].file}: {twice!r} is there with a prefix and without"
-        )
+        file = weights.stored[twice].file
+        raise DataError(f"{file}: {twice!r} is there with a prefix and without")
     tensors = {name: weights.stored[x] for name, x in sorted(stored.items())}
     return WeightFiles(tensors, lambda name: weights[stored[name]], weights.files)
 

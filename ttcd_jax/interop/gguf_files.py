@@ -47,8 +47,7 @@ _REFUSED = ("expert_count", "attention.sliding_window", "attention.scale", "rope
 
 
 class _Tensor(NamedTuple):
-    """A tensor of a file: `shape` as numpy has it, its type, where its data begin after the header,
-    their bytes."""
+    """The shape that numpy has, the type, where its data begin after the header, their bytes."""
 
     shape: tuple[int, ...]
     kind: Any
@@ -286,7 +285,7 @@ def _texts(header: _Header) -> dict[str, str]:
     ends = [ids[role] for role in ("eos", "eot") if role in ids]
     settings: dict[str, Any] = {f"{x}_token": tokens[ids[x]] for x in ids if x != "eot"}
     settings["add_bos_token"] = header.get("tokenizer.ggml.add_bos_token", bool, False)
-    texts = {"tokenizer.json": _tokenizer(header, split, tokens, kinds, pairs)}
+    texts = {"tokenizer.json": _tokenizer(header.path, split, tokens, kinds, pairs)}
     if template := header.get("tokenizer.chat_template", str, ""):
         texts["chat_template.jinja"] = template
     texts["tokenizer_config.json"] = json.dumps(settings, indent=1, ensure_ascii=False)
@@ -314,13 +313,11 @@ _SPLITS: dict[str, pre_tokenizers.PreTokenizer] = {
 }
 
 
-def _tokenizer(
-    header: _Header, split: str, tokens: list[str], kinds: list[int], merges: list[Any]
-) -> str:
+def _tokenizer(path: Path, split: str, tokens: list[str], kinds: list[int], pairs: list) -> str:
     """The `tokenizer.json` of byte-level BPE."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    with library_errors(f"{header.path} describes no tokenizer"):
-        model = models.BPE(vocabulary, merges, ignore_merges=split == "llama-bpe")
+    with library_errors(f"{path} describes no tokenizer"):
+        model = models.BPE(vocabulary, pairs, ignore_merges=split == "llama-bpe")
         result = tokenizers.Tokenizer(model)
         result.pre_tokenizer = _SPLITS[split]
         result.decoder = decoders.ByteLevel()

@@ -197,7 +197,8 @@ def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
 
 
 type Bucket = Callable[[Any], Any]  # of a record; None: it is left out
-type Curves = dict[str, tuple[list[Any], Means]]  # by label: the buckets, and their means
+type Curve = tuple[list[Any], Means]  # the buckets, and their means
+type Curves = dict[str, Curve]  # by label
 
 
 def means_of(series: Series[Any], bucket: Bucket) -> tuple[Curves, Curves]:
@@ -213,9 +214,7 @@ def means_of(series: Series[Any], bucket: Bucket) -> tuple[Curves, Curves]:
     return means, pairs
 
 
-def differences(
-    records: Sequence[Any], base: Sequence[Any], bucket: Bucket
-) -> tuple[list[Any], Means]:
+def differences(records: Sequence[Any], base: Sequence[Any], bucket: Bucket) -> Curve:
     """The buckets, and nats per token of `records` less those of `base`, in pairs. Raises
     `UserError` for records of other tokens or buckets."""
     names, (nll, base_nll), tokens = _paired_sums([records, base], bucket)

@@ -155,10 +155,8 @@ def _replaced(result: Results) -> Results | None:
     except DataError:  # there is none, too
         return None
     for name in ("label", "changes"):
-        if (found := getattr(old, name)) != (wanted := getattr(result, name)):
-            raise UserError(
-                f"{path} is of {name} {found!r}, not {wanted!r}: choose another --label"
-            )
+        if (found := getattr(old, name)) != (new := getattr(result, name)):
+            raise UserError(f"{path} is of {name} {found!r}, not {new!r}: choose another --label")
     return old
 
 

@@ -13,7 +13,7 @@ log-sum-exp L, which every kernel returns, and the scores s_j of the sink tokens
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,7 @@ def attend_cached(
         slots = cache.keys.shape[1]
         # A kernel for long rows (mosaic) has no form for one query.
         has_form = implementation in get_args(decode.Implementation)
-        chosen = cast(decode.Implementation, implementation) if has_form else "auto"
+        chosen: Any = implementation if has_form else "auto"
         wide, narrow = (min(x or slots, slots) for x in (windows[0], windows[-1]))
         last = piece.start + piece.lengths - 1
         outputs = decode.decode_attention_with_lse(

@@ -56,7 +56,8 @@ CHUNK, RATE = 64, 0.5  # the lag of a memory's read; the rate of the delta rule
 RIDGES = (0.01, 0.1, 1.0, 10.0)  # times the mean eigenvalue
 STREAM, LOCAL, FROZEN = "the stream's error", "the layer's own error", "frozen after two thirds"
 MAP, FOREIGN = "linear map of others", "another document's memory"
-Features, Matrix = Float[Array, "T F"], Float[Array, "T D"]
+Features = Float[Array, "T F"]
+Matrix = Float[Array, "T D"]
 _Views = tuple[Features, Matrix, Matrix]
 
 
@@ -277,7 +278,7 @@ def _unit(z: Features) -> Features:
     return z / jnp.maximum(jnp.linalg.norm(z, axis=-1, keepdims=True), 1e-12)
 
 
-class Recovered(NamedTuple):
+class Share(NamedTuple):
     """The share of the headroom (nats) of a document that comes back."""
 
     document: int
@@ -288,14 +289,14 @@ class Recovered(NamedTuple):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stream(WindowTask[Recovered]):
+class Stream(WindowTask[Share]):
     """The share of the headroom that a memory gives back, and its controls: between the model under
     `window` and under its own. The memory is in `layer` (None: at four fifths of the layers) and
     has this `rate`. Measured over the last two thirds of the tokens."""
 
     name = "stream"
     title = "Distilling the stream without training: the share of the headroom"
-    record = Recovered
+    record = Share
     key = "memory"
     x_label = "memory"
     value = "share"
@@ -318,7 +319,7 @@ class Stream(WindowTask[Recovered]):
             )
         return super().rows(subject)
 
-    def measure(self, scorer: Scorer, rows: list[np.ndarray], subject: Subject) -> list[Recovered]:
+    def measure(self, scorer: Scorer, rows: list[np.ndarray], subject: Subject) -> list[Share]:
         config = scorer.model.config
         at = config.num_layers * 4 // 5 if self.layer is None else self.layer
         changes = {"window": self.window, "sink_tokens": self.sinks}
@@ -335,7 +336,7 @@ class Stream(WindowTask[Recovered]):
                 start = len(row) // 3 * (2 if name == FROZEN else 1)
                 above, between, below = (float(x[start:].mean()) for x in (top, found, low))
                 share = (above - between) / (above - below)
-                records.append(Recovered(index, name, share, above - below))
+                records.append(Share(index, name, share, above - below))
         return records
 
     def _added(self, own: "_Lesson", others: "list[_Lesson]") -> dict[str, jax.Array]:
@@ -353,7 +354,7 @@ class Stream(WindowTask[Recovered]):
         }
 
     @classmethod
-    def table(cls, series: Series[Recovered]) -> list[TableRow]:
+    def table(cls, series: Series[Share]) -> list[TableRow]:
         """A row per memory: the mean share, the least and the greatest of a document."""
         rows = []
         for label, records in series.items():
@@ -368,9 +369,7 @@ class Stream(WindowTask[Recovered]):
         return rows
 
     @classmethod
-    def pictures(
-        cls, folder: Path, series: Series[Recovered], chance: float | None
-    ) -> list[Picture]:
+    def pictures(cls, folder: Path, series: Series[Share], chance: float | None) -> list[Picture]:
         bars = {x: [row["share"] for row in cls.table({x: y})] for x, y in series.items()}
         labels = {"title": cls.title, "x_label": cls.x_label, "y_label": "share of the headroom"}
         names, path = [STREAM, LOCAL, FROZEN, MAP, FOREIGN], Path("stream.png")
@@ -389,12 +388,9 @@ class _Lesson(NamedTuple):
     local: Matrix
 
 
-def _lesson(
-    teacher: InferenceModel, student: InferenceModel, tokens: jax.Array, stop: int
-) -> _Lesson:
-    start = _embedded(teacher, tokens[None])
-    found = (_through(model, start, range(stop)) for model in (student, teacher))
-    (h, z, y), (theirs, _, x) = found
+def _lesson(teacher: InferenceModel, student: InferenceModel, row: jax.Array, stop: int) -> _Lesson:
+    start = _embedded(teacher, row[None])
+    (h, z, y), (theirs, _, x) = (_through(x, start, range(stop)) for x in (student, teacher))
     return _Lesson(h, theirs, z[0], (theirs - h)[0], (x - y)[0])
 
 
