@@ -122,14 +122,9 @@ def attend_cached(
         has_form = implementation in get_args(decode.Implementation)
         chosen: Any = implementation if has_form else "auto"
         wide, narrow = (min(x or slots, slots) for x in (windows[0], windows[-1]))
-        last = piece.start + piece.lengths - 1
+        operands = q[:, 0], *after[:2], piece.start + piece.lengths - 1
         outputs = decode.decode_attention_with_lse(
-            q[:, 0],
-            *after[:2],
-            last,
-            teacher_window=wide,
-            student_window=narrow,
-            implementation=chosen,
+            *operands, teacher_window=wide, student_window=narrow, implementation=chosen
         )
         seen = _seen(rules.Shard(), after[:2], None, sinks)
         return _joined([x[:, None] for x in outputs], windows, q, seen, sinks.logits), after
