@@ -177,6 +177,9 @@ def test_another_architecture_and_lost_tensors_are_named(stored, tmp_path):
     path = _write(tmp_path / "a.gguf", params, config | {"model_type": "gemma"})
     with pytest.raises(DataError, match="of architecture 'gemma', not of llama, qwen2, qwen3"):
         open_gguf(path)
+    path = _write(tmp_path / "n.gguf", params, config | {"rms_norm_eps": float("nan")})
+    with pytest.raises(DataError, match="layer_norm_rms_epsilon is 'nan', not a float"):
+        open_gguf(path)
     params.pop("model.layers.1.mlp.up_proj.weight")
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         open_gguf(_write(tmp_path / "b.gguf", params, config))
