@@ -45,11 +45,9 @@ flags.DEFINE_string(
     "tokenizer", None, "import: byte, none or a tokenizer.json; default: the one in PATH, if any."
 )
 flags.DEFINE_integer("step", None, "export: the checkpoint; default: the newest.")
+_DTYPES = ["float32", "bfloat16", "float16"]
 flags.DEFINE_enum(
-    "dtype",
-    None,
-    ["float32", "bfloat16", "float16"],
-    "export: of all tensors; default: as imported, or float32.",
+    "dtype", None, _DTYPES, "export: of all tensors; default: as imported, or float32."
 )
 
 _SEQ_LEN = 2048  # for a model whose configuration has no length
@@ -72,11 +70,6 @@ def main(argv: list[str]) -> None:
 
 
 def _import(name: str, run_dir: Path) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        _import_into(name, run_dir, Path(scratch))
-
-
-def _import_into(name: str, run_dir: Path, scratch: Path) -> None:
     from ttcd_jax.data.hub import model_folder
     from ttcd_jax.interop.gguf_files import open_gguf
     from ttcd_jax.interop.hugging_face import open_hugging_face
@@ -86,28 +79,27 @@ def _import_into(name: str, run_dir: Path, scratch: Path) -> None:
 
     is_theirs = FLAGS.format == "huggingface"
     source = model_folder(name) if is_theirs else Path(name)
-    folder = source if source.is_dir() else source.parent
-    if FLAGS.format == "gguf":
-        (params, config, metadata), texts = open_gguf(source)
-        folder = scratch
-        for file, text in texts.items():
-            (folder / file).write_text(text)
-    else:
-        params, config, metadata = (open_hugging_face if is_theirs else open_reference)(source)
-    tokenizer = _tokenizer(folder, config.vocab_size)
-    length = json.loads(metadata["config_json"]).get("max_position_embeddings")
-    is_length = type(length) is int and 2 <= length < 2**31
-    data: dict[str, Any] = {"type": IMPORTED, "seq_len": length if is_length else _SEQ_LEN}
-    with whole_folder(run_dir) as unfinished:
-        if tokenizer is not None:
-            if tokenizer.path is not None:
-                shutil.copyfile(tokenizer.path, unfinished / TOKENIZER)
-                tokenizer = tokenizer.replace(path=TOKENIZER)
-            data["tokenizer"] = tokenizer.to_dict()
-        directory = RunDirectory(unfinished)
-        with contextlib.closing(StreamedCheckpoints(directory.checkpoints)) as checkpoints:
-            checkpoints.save(0, {"params": params})
-        directory.write({"model": config.to_dict(), "data": data}, metadata, IMPORT)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = source if source.is_dir() else source.parent
+        if FLAGS.format == "gguf":
+            folder = Path(scratch)
+            params, config, metadata = open_gguf(source, folder)
+        else:
+            params, config, metadata = (open_hugging_face if is_theirs else open_reference)(source)
+        tokenizer = _tokenizer(folder, config.vocab_size)
+        length = json.loads(metadata["config_json"]).get("max_position_embeddings")
+        is_length = type(length) is int and 2 <= length < 2**31
+        data: dict[str, Any] = {"type": IMPORTED, "seq_len": length if is_length else _SEQ_LEN}
+        with whole_folder(run_dir) as unfinished:
+            if tokenizer is not None:
+                if tokenizer.path is not None:
+                    shutil.copyfile(tokenizer.path, unfinished / TOKENIZER)
+                    tokenizer = tokenizer.replace(path=TOKENIZER)
+                data["tokenizer"] = tokenizer.to_dict()
+            directory = RunDirectory(unfinished)
+            with contextlib.closing(StreamedCheckpoints(directory.checkpoints)) as checkpoints:
+                checkpoints.save(0, {"params": params})
+            directory.write({"model": config.to_dict(), "data": data}, metadata, IMPORT)
     _print_import(metadata)
     print(units.printable(f"run directory {run_dir.absolute()}"))
 
@@ -140,10 +132,8 @@ def _tokenizer(folder: Path, vocab_size: int) -> "TokenizerConfig | None":
 
 
 def _print_import(metadata: dict[str, Any]) -> None:
-    dtypes = sorted(set(metadata["dtypes"].values()))
-    print(
-        f"{metadata['model_type']}: {metadata['num_parameters']:,} parameters, {', '.join(dtypes)}"
-    )
+    kinds = ", ".join(sorted({*metadata["dtypes"].values()}))
+    print(f"{metadata['model_type']}: {metadata['num_parameters']:,} parameters, {kinds}")
     if types := metadata.get("dequantized"):
         print(f"dequantized: {', '.join(f'{n} tensors of {kind}' for kind, n in types.items())}")
     unused = len(metadata["dropped"]) + (metadata["tied_head"] is not None)

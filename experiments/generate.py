@@ -112,21 +112,18 @@ def main(argv: list[str]) -> None:
 def _check_flags() -> None:
     file = FLAGS.json and Path(FLAGS.json)
     others = ("load_state", "save_state", "json", "special_tokens")
+    is_idle = not (FLAGS.prompt_file or FLAGS.chat)
+    has_others = FLAGS.chat and any(FLAGS[name].value for name in others)
+    has_both = FLAGS.load_state is not None and FLAGS.max_length is not None
+    is_lost = file and (file.is_dir() or not file.absolute().parent.is_dir())
+    texts = f"--{', --'.join(others)} are for texts, not for the conversation of --chat"
     mistakes = {
-        "nothing to do: pass --prompt_file=FILE (- is standard input) or --chat": (
-            not FLAGS.prompt_file and not FLAGS.chat
-        ),
-        f"--{', --'.join(others)} are for texts, not for the conversation of --chat": (
-            FLAGS.chat and any(FLAGS[name].value for name in others)
-        ),
+        "nothing to do: pass --prompt_file=FILE (- is standard input) or --chat": is_idle,
+        texts: has_others,
         "--system is a message of --chat: give both": FLAGS.system is not None and not FLAGS.chat,
         "standard input is read once: by one --prompt_file=-": FLAGS.prompt_file.count("-") > 1,
-        "--max_length is for the start of a text: --load_state has its own": (
-            FLAGS.load_state is not None and FLAGS.max_length is not None
-        ),
-        f"--json={FLAGS.json} must be a file in a folder that exists": (
-            file and (file.is_dir() or not file.absolute().parent.is_dir())
-        ),
+        "--max_length is for the start of a text: --load_state has its own": has_both,
+        f"--json={FLAGS.json} must be a file in a folder that exists": is_lost,
     }
     for message, is_made in mistakes.items():
         if is_made:

@@ -20,12 +20,11 @@ flags.DEFINE_multi_string(
     "run_dir", None, "A run or MAD sweep, or a JSON file of a benchmark; repeat.", required=True
 )
 flags.DEFINE_string("output", None, "Folder of the page; default: report/ in the first run.")
-flags.DEFINE_multi_string(
-    "headroom",
-    None,
-    "Twice, two columns of losses: the control under a window, and the ceiling under "
-    "full attention. Shown is the share between them that every other model gives back.",
+_HEADROOM = (
+    "Twice, two columns of losses: the control under a window, and the ceiling under full "
+    "attention. Shown is the share between them that every other model gives back."
 )
+flags.DEFINE_multi_string("headroom", [], _HEADROOM)
 flags.DEFINE_multi_string("next", [], "A line of the page's and the terminal's 'next' list.")
 
 
@@ -39,17 +38,10 @@ def main(argv: list[str]) -> None:
     paths = map(Path, FLAGS.run_dir)
     run_dirs = [*{path.resolve(): path for path in reversed([*paths])}.values()][::-1]
     first = run_dirs[0].parent if run_dirs[0].is_file() else run_dirs[0]
-    match FLAGS.headroom:
-        case None:
-            between = None
-        case [control, ceiling]:
-            between = control, ceiling
-        case one:
-            raise UserError(
-                f"--headroom names a control and a ceiling, got {len(one)}: give it twice"
-            )
+    if (count := len(FLAGS.headroom)) not in (0, 2):
+        raise UserError(f"--headroom names a control and a ceiling, got {count}: give it twice")
     output = Path(FLAGS.output) if FLAGS.output else first / "report"
-    for section in write_report(run_dirs, output, FLAGS.next, between):
+    for section in write_report(run_dirs, output, FLAGS.next, FLAGS.headroom):
         print(f"\n{section.title}\n{format_table(section.table)}")
     if (page := output / "index.html").exists():
         print("\n" + printable(f"page {page}, pictures next to it"))

@@ -48,10 +48,7 @@ class Run(NamedTuple):
 
 
 def write_report(
-    run_dirs: Sequence[Path],
-    output: Path,
-    next_steps: Sequence[str],
-    between: tuple[str, str] | None = None,
+    run_dirs: Sequence[Path], output: Path, next_steps: Sequence[str], between: Sequence[str] = ()
 ) -> list[Section]:
     """Writes `index.html` and its pictures into `output`; returns the sections of the page. Raises
     `UserError` for a folder of which nothing was measured, and where no task has results `between`

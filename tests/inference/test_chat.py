@@ -16,7 +16,7 @@ from ttcd_jax.inference.chat import Chat, rendered
 from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.run.directory import IMPORTED, RunDirectory, chat_template, load_run
+from ttcd_jax.run.directory import IMPORT, IMPORTED, RunDirectory, chat_template, load_run
 
 TEMPLATE = """{%- for message in messages %}
 <|{{ message.role }}|>{{ message.content }}{{ eos_token }}
@@ -34,7 +34,8 @@ def tokenizer(tmp_path_factory):
     built.add_special_tokens(SPECIALS)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     path.write_text(built.to_str())
-    return JsonTokenizer(str(path), bos_id=256, eos_id=256, adds_bos=False)
+    config = TokenizerConfig(kind="json", path=str(path), bos_id=256, eos_id=256, adds_bos=False)
+    return JsonTokenizer(config)
 
 
 @pytest.fixture(scope="module", params=["ipttcd", "full"])
@@ -129,7 +130,7 @@ def test_bos_is_added_as_the_checkpoint_does(model, tokenizer, tmp_path, float64
 def test_the_template_is_that_of_the_import(tmp_path, texts, expected):
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
-    directory.write_import({"model": {}}, {"text_files": texts})
+    directory.write({"model": {}}, {"text_files": texts}, IMPORT)
     if expected is None:
         refused("has no chat template", chat_template, directory)
     else:
@@ -147,7 +148,8 @@ def test_the_command_answers_lines_until_an_empty_one(tokenizer, tmp_path):
     own = TokenizerConfig(kind="json", path="tokenizer.json", bos_id=256, eos_id=256)
     data = {"type": IMPORTED, "seq_len": 32, "tokenizer": own.replace(adds_bos=False).to_dict()}
     texts = {"text_files": {"chat_template.jinja": TEMPLATE}}
-    RunDirectory(tmp_path / "run").write_import({"model": config.to_dict(), "data": data}, texts)
+    content = {"model": config.to_dict(), "data": data}
+    RunDirectory(tmp_path / "run").write(content, texts, IMPORT)
     run = load_run(tmp_path / "run")
     chat = Chat(inference_model(run.model), run.tokenizer, TEMPLATE, system="s", max_new_tokens=7)
     answers = ["".join(x.text for x in chat.answer(text)) for text in ("one", "two, and three")]

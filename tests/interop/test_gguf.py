@@ -16,7 +16,7 @@ from tokenizers import pre_tokenizers
 
 from ttcd_jax.data.tokenizer import special_tokens
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.interop.gguf_files import open_gguf
+from ttcd_jax.interop import gguf_files
 from ttcd_jax.nn.rope import Llama3Config, RopeConfig, pair_frequencies
 from ttcd_jax.train.layers_on_disk import by_name, stacked
 from ttcd_jax.train.state import abstract_params, with_params
@@ -62,6 +62,14 @@ def _write(path, params, config, quantization=None, fields=(), factors=None):
 def stored():
     with np.load(FILE) as file:
         return dict(file)
+
+
+def open_gguf(path):
+    """(the model, its small files by name)."""
+    folder = path.with_suffix(".files")
+    folder.mkdir(exist_ok=True)
+    model = gguf_files.open_gguf(path, folder)
+    return model, {file.name: file.read_text() for file in folder.iterdir()}
 
 
 def _case(stored, case):
@@ -168,6 +176,9 @@ def test_another_architecture_and_lost_tensors_are_named(stored, tmp_path):
     params, config = _case(stored, "llama")
     path = _write(tmp_path / "a.gguf", params, config | {"model_type": "gemma"})
     with pytest.raises(DataError, match="of architecture 'gemma', not of llama, qwen2, qwen3"):
+        open_gguf(path)
+    path = _write(tmp_path / "n.gguf", params, config | {"rms_norm_eps": float("nan")})
+    with pytest.raises(DataError, match="layer_norm_rms_epsilon is 'nan', not a float"):
         open_gguf(path)
     params.pop("model.layers.1.mlp.up_proj.weight")
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):

@@ -103,7 +103,7 @@ def test_the_states_of_a_batch_take_a_quarter_of_the_memory(float64, monkeypatch
     model, counts = _model("full"), []
     scorer, rows = Scorer(model, batch_size=8), [row for row in _rows() if len(row) > 1]
     expected, read = scorer.losses(rows), scorer._in_one_pass
-    size = module.state_bytes(model.config, 1, 128)["total"]  # of a short row
+    size = module.states.state_bytes(model.config, 1, 128)["total"]  # of a short row
 
     def counted(tokens, lengths):
         counts.append(len(tokens))

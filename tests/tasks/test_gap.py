@@ -14,8 +14,7 @@ from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.row import Row
 from ttcd_jax.tasks import gap
-from ttcd_jax.tasks.gap import Gap
-from ttcd_jax.tasks.stream import Stream
+from ttcd_jax.tasks.gap import Gap, Stream
 
 LENGTH, WINDOW, SINKS = 150, 3, 2
 DOCUMENTS = [np.random.default_rng(n).integers(0, 11, LENGTH) for n in range(3)]

@@ -131,9 +131,8 @@ class Generation(Iterator[Event]):
         for _ in self.read():
             pass
         model, sampler = self._model, self._sampler
-        yield from (
-            Event(row, "", None, "length") for row, left in enumerate(self._left) if not left
-        )
+        read_only = (row for row, left in enumerate(self._left) if not left)
+        yield from (Event(row, "", None, "length") for row in read_only)
         unfinished = [row for row, left in enumerate(self._left) if left]
         if unfinished:
             position = self.state.position

@@ -107,6 +107,7 @@ def state_axes(state: InferenceState) -> InferenceState:
     return jax.tree.map(axes, state, is_leaf=lambda node: hasattr(node, "axes"))
 
 
+@functools.lru_cache
 def state_bytes(
     config: TransformerConfig, batch_size: int, max_length: int | None = None
 ) -> dict[str, int]:

@@ -126,36 +126,25 @@ class ImportedModel(NamedTuple):
     metadata: dict[str, Any]
 
 
-def open_checkpoint(path: Path, form: Format) -> ImportedModel:
+def open_checkpoint(
+    path: Path, form: Format, folder: Path | None = None, weights: WeightFiles | None = None
+) -> ImportedModel:
     """The model in a folder with `config.json` and weights, or in a weight file next to one. Its
     parameters are `StreamedLeaf`s by their names on disk: nothing but headers is read yet.
 
     A second prefix `model.` of all names, as in training checkpoints, is removed. A tied model
     takes the embedding, with a warning for a stored head that differs. Raises `DataError` for a
     file that is missing or damaged and for a model that we do not support, by its key,
-    `CheckpointError` for names or shapes that do not fit `config.json`.
+    `CheckpointError` for names or shapes that do not fit `config.json`. Of a file `path` that says
+    all in another way, `folder` has the small files, and these are the `weights`.
     """
-    folder = path if path.is_dir() else path.parent
-    file = folder / CONFIG
-    weights, source = _plainly_named(open_weights(path)), read_json(file)
-    text = file.read_bytes().decode()  # line endings unchanged
-    texts = (folder / name for name in form.texts)
-    texts = {file.name: read_text(file) for file in texts if file.is_file()}
-    return imported(path, form, source, weights, [file, *weights.files], text, texts)
-
-
-def imported(
-    path: Path,
-    form: Format,
-    source: Mapping[str, Any],
-    weights: WeightFiles,
-    files: Sequence[Path],
-    text: str,
-    texts: Mapping[str, str],
-) -> ImportedModel:
-    """The model of the `config.json` `source`, whose text is `text`, with these weights. Of
-    `files`, the first has the configuration; `texts` are the contents of small files."""
-    config_file, own = files[0], source.get("model")
+    file = (folder or (path if path.is_dir() else path.parent)) / CONFIG
+    files = [path]
+    if weights is None:
+        weights = _plainly_named(open_weights(path))
+        files = [file, *weights.files]
+    config_file, source = files[0], read_json(file)
+    texts, own = (file.with_name(name) for name in form.texts), source.get("model")
     counts = source.get("num_hidden_layers"), isinstance(own, dict) and own.get("num_layers")
     for layers in counts:
         if isinstance(layers, int) and layers > len(weights):  # before anything is built per layer
@@ -181,17 +170,15 @@ def imported(
     metadata = {
         "format": form.name,
         "path": str(path.absolute()),
-        "files": {
-            file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files
-        },
+        "files": {x.name: {"bytes": x.stat().st_size, "sha256": sha256(x)} for x in files},
         "model_type": source["model_type"],
         "num_parameters": sum(math.prod(leaf.shape) for leaf in params.values()),
         "dropped": dropped,
         "tied_head": _tied_head(weights, form.renamed(_EMBEDDING)) if is_tied else None,
         "ignored_keys": form.unread(source),
         "dtypes": {name: tensor.dtype.name for name, tensor in weights.stored.items()},
-        "config_json": text,
-        "text_files": dict(texts),
+        "config_json": file.read_bytes().decode(),  # line endings unchanged
+        "text_files": {file.name: read_text(file) for file in texts if file.is_file()},
     }
     return ImportedModel(unflatten_dict(params, sep="/"), config, metadata)
 
@@ -202,9 +189,8 @@ def _plainly_named(weights: WeightFiles) -> WeightFiles:
     stored = {name.removeprefix(_PREFIX): name for name in weights}
     if len(stored) < len(weights):
         twice = next(x for x in weights if stored[x.removeprefix(_PREFIX)] != x)
-        raise DataError(
-            f"{weights.stored[twice].file}: {twice!r} is there with a prefix and without"
-        )
+        file = weights.stored[twice].file
+        raise DataError(f"{file}: {twice!r} is there with a prefix and without")
     tensors = {name: weights.stored[x] for name, x in sorted(stored.items())}
     return WeightFiles(tensors, lambda name: weights[stored[name]], weights.files)
 

@@ -20,9 +20,9 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from ttcd_jax.data.compressed import import_for
-from ttcd_jax.data.tokenizer import TEXT_FILES, library_errors
+from ttcd_jax.data.tokenizer import library_errors
 from ttcd_jax.errors import DataError
-from ttcd_jax.interop.checkpoint import ImportedModel, as_json, imported
+from ttcd_jax.interop.checkpoint import CONFIG, ImportedModel, as_json, open_checkpoint
 from ttcd_jax.interop.hugging_face import FAMILIES, HUGGING_FACE, ROPES
 from ttcd_jax.interop.weight_files import StoredTensor, WeightFiles
 from ttcd_jax.nn.rope import Llama3Config, RopeConfig, pair_frequencies
@@ -32,15 +32,14 @@ _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _SHORT, _LONG, _TEXT, _LIST = 4, 10, 8, 9
 _NORMAL, _CONTROL, _USER = 1, 3, 4  # types of tokens
-# Modules of transformers, of which the library has the names in files.
-_LAYER = "model.layers.0."
-_MODULES = (
-    *("model.embed_tokens", "model.norm", "lm_head"),
-    *(f"{_LAYER}{x}_layernorm" for x in ("input", "post_attention")),
-    *(f"{_LAYER}self_attn.{x}_proj" for x in "qkvo"),
-    *(f"{_LAYER}self_attn.{x}_norm" for x in "qk"),
-    *(f"{_LAYER}mlp.{x}_proj" for x in ("gate", "up", "down")),
-)
+# Names in files, of a layer or not, and those in transformers.
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_LAYER = {
+    **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+    **{f"attn_{x}": f"self_attn.{x[0]}_proj" for x in ("q", "k", "v", "output")},
+    **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
+    **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+}
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _ROPE_FACTORS = "rope_freqs.weight"
 # Fields of an architecture that change what its layers compute.
@@ -48,8 +47,7 @@ _REFUSED = ("expert_count", "attention.sliding_window", "attention.scale", "rope
 
 
 class _Tensor(NamedTuple):
-    """A tensor of a file: `shape` as numpy has it, its type, where its data begin after the header,
-    their bytes."""
+    """The shape that numpy has, the type, where its data begin after the header, their bytes."""
 
     shape: tuple[int, ...]
     kind: Any
@@ -93,9 +91,11 @@ class _Header:
         if there is no default."""
         if (value := self.fields.get(name, default)) is None:
             self._fail(f"it has no {name}")
-        if type(value) is not kind and not (kind is float and type(value) is int):
+        is_number = type(value) in (int, float) and abs(value) < 3e38
+        if not (is_number if kind is float else type(value) is kind):
             self._fail(f"{name} is {str(value)[:80]!r}, not a {kind.__name__}")
-        return value
+        # The shortest decimal number of the same float32: 1e-5, not 9.99999974e-06.
+        return float(str(np.float32(value))) if kind is float else value
 
     def setting(self, name: str, kind: type, default: Any = None) -> Any:
         """A field of the architecture."""
@@ -109,14 +109,13 @@ class _Header:
 
     def their_names(self) -> dict[str, str]:
         """The name of every tensor, by its name in transformers."""
-        table = self._gguf.get_tensor_name_map(self._gguf.MODEL_ARCH.QWEN3, 1)
-        modules, found = {table.get_name(module): module for module in _MODULES}, {}
+        found = {}
         for name in self.tensors.keys() - {_ROPE_FACTORS}:
             stem, _, kind = name.rpartition(".")
             layer = re.match(r"blk\.(\d+)\.", name)
-            stem = modules.get(re.sub(r"^blk\.\d+", "blk.0", stem), stem)
-            theirs = stem.replace(_LAYER, f"model.layers.{layer[1]}.") if layer else stem
-            found[f"{theirs}.{kind}"] = name
+            if layer and (part := _IN_LAYER.get(stem[layer.end() :])):
+                stem = f"model.layers.{layer[1]}.{part}"
+            found[f"{_NAMES.get(stem, stem)}.{kind}"] = name
         return found
 
     def _fail(self, problem: str) -> NoReturn:
@@ -174,9 +173,9 @@ class _Header:
         return _Tensor(shape, kind, start, math.prod(shape) // block * size)
 
 
-def open_gguf(path: Path) -> tuple[ImportedModel, dict[str, str]]:
-    """The model in a file, whose tensors are dequantized to float32 as they are read, and the
-    content of the files that a folder of transformers would have for its texts, by name.
+def open_gguf(path: Path, folder: Path) -> ImportedModel:
+    """The model in a file, whose tensors are dequantized to float32 as they are read. Writes into
+    `folder` the small files that a folder of transformers would have.
 
     Raises `DataError` for a file that is damaged, and by name for an architecture, an option, a
     type of tensors or a tokenizer that is not supported; `UserError` without the library gguf; and
@@ -184,10 +183,8 @@ def open_gguf(path: Path) -> tuple[ImportedModel, dict[str, str]]:
     """
     header = _Header(path)
     config, names = _config(header), header.their_names()
-    stored = {
-        theirs: StoredTensor(path, np.dtype(np.float32), header.tensors[name].shape)
-        for theirs, name in sorted(names.items())
-    }
+    shapes = {theirs: header.tensors[names[theirs]].shape for theirs in sorted(names)}
+    stored = {x: StoredTensor(path, np.dtype(np.float32), y) for x, y in shapes.items()}
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
     def read(theirs: str) -> np.ndarray:
@@ -198,11 +195,11 @@ def open_gguf(path: Path) -> tuple[ImportedModel, dict[str, str]]:
             value = pairs.swapaxes(1, 2).reshape(value.shape)
         return value
 
-    weights, texts = WeightFiles(stored, read, (path,)), _texts(header)
-    kept = {name: text for name, text in texts.items() if name in TEXT_FILES}
-    model = imported(path, HUGGING_FACE, config, weights, [path], as_json(config), kept)
+    for name, text in (_texts(header) | {CONFIG: as_json(config)}).items():
+        (folder / name).write_text(text)
+    model = open_checkpoint(path, HUGGING_FACE, folder, WeightFiles(stored, read, (path,)))
     types = dict(collections.Counter(x.kind.name for x in header.tensors.values()))
-    return model._replace(metadata=model.metadata | {"dequantized": types}), texts
+    return model._replace(metadata=model.metadata | {"dequantized": types})
 
 
 def _config(header: _Header) -> dict[str, Any]:
@@ -236,16 +233,11 @@ def _config(header: _Header) -> dict[str, Any]:
         "head_dim": head_dim,
         "intermediate_size": setting("feed_forward_length", int),
         "max_position_embeddings": setting("context_length", int),
-        "rms_norm_eps": _rounded(setting("attention.layer_norm_rms_epsilon", float)),
-        "rope_theta": _rounded(base),
+        "rms_norm_eps": setting("attention.layer_norm_rms_epsilon", float),
+        "rope_theta": base,
         "rope_scaling": _scaling(header, base, head_dim),
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
-
-
-def _rounded(value: float) -> float:
-    """The shortest decimal number of the same float32: 1e-5, not 9.99999974e-06."""
-    return float(str(np.float32(value)))
 
 
 def _scaling(header: _Header, base: float, head_dim: int) -> dict[str, Any] | None:
@@ -293,7 +285,7 @@ def _texts(header: _Header) -> dict[str, str]:
     ends = [ids[role] for role in ("eos", "eot") if role in ids]
     settings: dict[str, Any] = {f"{x}_token": tokens[ids[x]] for x in ids if x != "eot"}
     settings["add_bos_token"] = header.get("tokenizer.ggml.add_bos_token", bool, False)
-    texts = {"tokenizer.json": _tokenizer(header, split, tokens, kinds, pairs)}
+    texts = {"tokenizer.json": _tokenizer(header.path, split, tokens, kinds, pairs)}
     if template := header.get("tokenizer.chat_template", str, ""):
         texts["chat_template.jinja"] = template
     texts["tokenizer_config.json"] = json.dumps(settings, indent=1, ensure_ascii=False)
@@ -321,13 +313,11 @@ _SPLITS: dict[str, pre_tokenizers.PreTokenizer] = {
 }
 
 
-def _tokenizer(
-    header: _Header, split: str, tokens: list[str], kinds: list[int], merges: list[Any]
-) -> str:
+def _tokenizer(path: Path, split: str, tokens: list[str], kinds: list[int], pairs: list) -> str:
     """The `tokenizer.json` of byte-level BPE."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    with library_errors(f"{header.path} describes no tokenizer"):
-        model = models.BPE(vocabulary, merges, ignore_merges=split == "llama-bpe")
+    with library_errors(f"{path} describes no tokenizer"):
+        model = models.BPE(vocabulary, pairs, ignore_merges=split == "llama-bpe")
         result = tokenizers.Tokenizer(model)
         result.pre_tokenizer = _SPLITS[split]
         result.decoder = decoders.ByteLevel()

@@ -66,17 +66,12 @@ class Family(NamedTuple):
 
 
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
+_QWEN3, _MISTRAL = _QWEN | {"head_dim": 128}, _QWEN | {"num_key_value_heads": 8}
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
-    "mistral": Family(
-        "MistralForCausalLM",
-        windows="always",
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-    ),
+    "mistral": Family("MistralForCausalLM", windows="always", defaults=_MISTRAL),
     "qwen2": Family("Qwen2ForCausalLM", has_qkv_bias=True, windows="by flag", defaults=_QWEN),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", has_qk_norm=True, windows="by flag", defaults={**_QWEN, "head_dim": 128}
-    ),
+    "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True, windows="by flag", defaults=_QWEN3),
 }
 # By `rope_type`, the field of `RopeConfig`: its class, and the field of each of their keys.
 _LENGTH = "original_max_position_embeddings"

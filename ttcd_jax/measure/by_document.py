@@ -197,7 +197,8 @@ def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
 
 
 type Bucket = Callable[[Any], Any]  # of a record; None: it is left out
-type Curves = dict[str, tuple[list[Any], Means]]  # by label: the buckets, and their means
+type Curve = tuple[list[Any], Means]  # the buckets, and their means
+type Curves = dict[str, Curve]  # by label
 
 
 def means_of(series: Series[Any], bucket: Bucket) -> tuple[Curves, Curves]:
@@ -213,22 +214,11 @@ def means_of(series: Series[Any], bucket: Bucket) -> tuple[Curves, Curves]:
     return means, pairs
 
 
-def differences(
-    records: Sequence[Any], base: Sequence[Any], bucket: Bucket
-) -> tuple[list[Any], Means]:
+def differences(records: Sequence[Any], base: Sequence[Any], bucket: Bucket) -> Curve:
     """The buckets, and nats per token of `records` less those of `base`, in pairs. Raises
     `UserError` for records of other tokens or buckets."""
     names, (nll, base_nll), tokens = _paired_sums([records, base], bucket)
     return names, means_over_documents(nll - base_nll, tokens)
-
-
-def shares(
-    records: Sequence[Any], control: Sequence[Any], ceiling: Sequence[Any], bucket: Bucket
-) -> tuple[list[Any], Means]:
-    """The buckets, and the share of the headroom, the losses of `control` less those of `ceiling`,
-    that `records` give back: a ratio of totals over documents. Raises as `differences`."""
-    names, (nll, top, low), _ = _paired_sums([records, control, ceiling], bucket)
-    return names, means_over_documents(top - nll, top - low)
 
 
 def _paired_sums(
@@ -344,14 +334,16 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
 
     @classmethod
     def headroom(cls, series: Series[Record], control: str, ceiling: str) -> list[Row]:
-        """A row per bucket, and one of all: the share of the headroom between two of the series
-        that every other one gives back, with its interval."""
+        """A row per bucket, and one of all: the share of the headroom, the losses of `control` less
+        those of `ceiling`, that every other series gives back, a ratio of totals over documents,
+        with its interval. Raises as `differences`."""
         rows: dict[Any, dict[str, Any]] = {}
         key = operator.attrgetter(cls.key)
         for bucket in (key, lambda record: None if key(record) is None else "all"):
             for label in (x for x in series if x not in (control, ceiling)):
-                found = shares(series[label], series[control], series[ceiling], bucket)
-                for name, cell in cells(*found).items():
+                found = [series[x] for x in (label, control, ceiling)]
+                names, (nll, top, low), _ = _paired_sums(found, bucket)
+                for name, cell in cells(names, means_over_documents(top - nll, top - low)).items():
                     rows.setdefault(name, {cls.key: name})[label] = cell
         return [*rows.values()]
 

@@ -155,10 +155,8 @@ def _replaced(result: Results) -> Results | None:
     except DataError:  # there is none, too
         return None
     for name in ("label", "changes"):
-        if (found := getattr(old, name)) != (wanted := getattr(result, name)):
-            raise UserError(
-                f"{path} is of {name} {found!r}, not {wanted!r}: choose another --label"
-            )
+        if (found := getattr(old, name)) != (new := getattr(result, name)):
+            raise UserError(f"{path} is of {name} {found!r}, not {new!r}: choose another --label")
     return old
 
 
@@ -255,7 +253,7 @@ def differing(measured_on: Sequence[Mapping[str, str | None]]) -> tuple[int, int
 
 
 def task_sections(
-    runs: Mapping[str, list[Results]], output: Path, between: tuple[str, str] | None = None
+    runs: Mapping[str, list[Results]], output: Path, between: Sequence[str] = ()
 ) -> list[Section]:
     """A section for each task that some run was evaluated on, those of the lowest `rank` first;
     their pictures are drawn into `output`. `runs` is that of `read_all_results`. After one of
@@ -264,19 +262,18 @@ def task_sections(
     found: dict[type[Task], list[Results]] = {}
     for result in itertools.chain.from_iterable(runs.values()):
         found.setdefault(result.task, []).append(result)
-    sections, labels, has_shares = [], dict[str, None](), False
-    for task in sorted(found, key=lambda x: (x.rank, x.name)):
-        whole = merged(found[task])
-        labels |= dict.fromkeys(whole.series)
-        pictures = task.pictures(output, whole.series, whole.chance)
-        sections.append(Section(task.title, whole.table, pictures, published(task.name)))
-        if between and {*between} <= {*whole.series}:
-            has_shares = True
-            title = f"{task.title}: share of the headroom between {between[0]} and {between[1]}"
-            if table := task.headroom(whole.series, *between):
-                sections.append(Section(title, table, ()))
-    if between and not has_shares:
+    sections, wholes = [], [merged(found[x]) for x in sorted(found, key=lambda x: (x.rank, x.name))]
+    if not any({*between} <= {*whole.series} for whole in wholes) and between:
+        labels = dict.fromkeys(label for whole in wholes for label in whole.series)
         raise UserError(
             f"no task has results of both {' and '.join(between)}: name two of {', '.join(labels)}"
         )
+    for whole in wholes:
+        task = whole.task
+        pictures = task.pictures(output, whole.series, whole.chance)
+        sections.append(Section(task.title, whole.table, pictures, published(task.name)))
+        if between and {*between} <= {*whole.series}:
+            title = f"{task.title}: share of the headroom between {between[0]} and {between[1]}"
+            if table := task.headroom(whole.series, *between):
+                sections.append(Section(title, table, ()))
     return sections

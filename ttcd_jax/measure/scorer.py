@@ -22,17 +22,12 @@ from jaxtyping import Array, Float, Int
 from ttcd_jax import units
 from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import ResourceError, UserError
+from ttcd_jax.inference import state as states
 from ttcd_jax.inference.decode import head_weight
 from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.inference.prefill import stream
-from ttcd_jax.inference.state import (
-    InferenceState,
-    abstract_state,
-    start_state,
-    state_axes,
-    state_bytes,
-)
+from ttcd_jax.inference.state import InferenceState
 from ttcd_jax.measure.journal import Answer, Journal, RowProgress
 from ttcd_jax.models.config import TransformerConfig, memory_chunk
 from ttcd_jax.models.transformer import Transformer
@@ -244,7 +239,7 @@ class Scorer:
         if not self._is_streamed:
             return rows
         whole = device_bytes()
-        state = _state_bytes(self.model.config, self._capacity(most))
+        state = states.state_bytes(self.model.config, 1, self._capacity(most))["total"]
         if state > whole:
             sizes = f"takes {units.size(state)}, and there is {units.size(whole)} of memory"
             raise ResourceError(f"the state of a row of {most:,} tokens {sizes}: take shorter rows")
@@ -270,7 +265,7 @@ class Scorer:
         return max(128, -(-most // step) * step) if self.model.config.window is None else None
 
     def _state(self, num_rows: int, most: int) -> InferenceState:
-        return start_state(self.inference, num_rows, max_length=self._capacity(most))
+        return states.start_state(self.inference, num_rows, max_length=self._capacity(most))
 
     def _streamed(
         self, rows: Sequence[np.ndarray], reads: Sequence[int], groups: Any, num_rows: int
@@ -335,17 +330,11 @@ def whole[Tree](tree: Tree) -> Tree:
 
 
 @functools.lru_cache
-def _state_bytes(config: TransformerConfig, max_length: int | None) -> int:
-    """Bytes of the state of a row."""
-    return state_bytes(config, 1, max_length)["total"]
-
-
-@functools.lru_cache
 def _reads_ahead(config: TransformerConfig) -> bool:
     """Whether a model of `config` has no state, as a token's results depend on later tokens."""
     try:
         model = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
-        abstract_state(model, 1, max_length=1)
+        states.abstract_state(model, 1, max_length=1)
     except UserError:
         return True
     return False
@@ -387,7 +376,8 @@ def _piece_scores(
 def _taken(state: InferenceState, index: Int[Array, " R"]) -> InferenceState:
     """The rows `index` of a state."""
     taken = jax.tree.map(lambda x: x[index], state)
-    return jax.tree.map(lambda x, names: rules.constrain(x, *names), taken, state_axes(taken))
+    axes = states.state_axes(taken)
+    return jax.tree.map(lambda x, names: rules.constrain(x, *names), taken, axes)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -50,12 +50,10 @@ class DeltaSublayerConfig(Dims, SublayerConfig):
     bare sub-layer has neither taps nor a norm."""
 
     reference_names: ClassVar[Names] = {
-        "q_proj.weight": ("query", "linear"),
-        "k_proj.weight": ("key", "linear"),
-        "v_proj.weight": ("value", "linear"),
-        "o_proj.weight": ("out", "linear"),
+        "q_proj.weight": ("query", "linear"), "k_proj.weight": ("key", "linear"),
+        "v_proj.weight": ("value", "linear"), "o_proj.weight": ("out", "linear"),
         "b_proj.weight": ("rate", "linear"),
-    }
+    }  # fmt: skip
 
     num_heads: Positive
     head_dim: Positive

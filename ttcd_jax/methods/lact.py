@@ -31,8 +31,7 @@ from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.product import product
 from ttcd_jax.nn.rope import rotate
 from ttcd_jax.nn.row import Hidden, Piece, Row
-from ttcd_jax.nn.sinks import Sinks
-from ttcd_jax.nn.windows import KVCache, attend, attend_cached
+from ttcd_jax.nn.windows import KVCache, Sinks, attend, attend_cached
 
 NORM_EPS = 1e-5
 # A learning rate is softplus(. + this): 0.001 where the projection is 0.
@@ -80,28 +79,18 @@ class LaCTConfig(SublayerConfig):
     `memory` the settings of the fast weights."""
 
     reference_names: ClassVar[Names] = {
-        "qkv.weight": ("qkv", "linear"),
-        "qkv.bias": ("qkv_bias", "same"),
-        "o_proj.weight": ("out", "linear"),
-        "q_norm.weight": ("query_norm", "same"),
-        "k_norm.weight": ("key_norm", "same"),
-        "qk_scale": ("qk_scale", "same"),
-        "qk_offset": ("qk_offset", "same"),
-        "w0": ("w0", "linear"),
-        "w1": ("w1", "linear"),
-        "w2": ("w2", "linear"),
-        "w0.w_left": ("w0_left", "linear"),
-        "w0.w_right": ("w0_right", "linear"),
-        "w2.w_left": ("w2_left", "linear"),
-        "w2.w_right": ("w2_right", "linear"),
-        "lr_proj.weight": ("rate", "linear"),
-        "lr_proj.bias": ("rate_bias", "same"),
-        "ttt_scale_proj.weight": ("scale", "linear"),
-        "ttt_scale_proj.bias": ("scale_bias", "same"),
-        "ttt_norm.weight": ("fast_norm", "same"),
+        "qkv.weight": ("qkv", "linear"), "qkv.bias": ("qkv_bias", "same"),
+        "o_proj.weight": ("out", "linear"), "q_norm.weight": ("query_norm", "same"),
+        "k_norm.weight": ("key_norm", "same"), "qk_scale": ("qk_scale", "same"),
+        "qk_offset": ("qk_offset", "same"), "w0": ("w0", "linear"), "w1": ("w1", "linear"),
+        "w2": ("w2", "linear"), "w0.w_left": ("w0_left", "linear"),
+        "w0.w_right": ("w0_right", "linear"), "w2.w_left": ("w2_left", "linear"),
+        "w2.w_right": ("w2_right", "linear"), "lr_proj.weight": ("rate", "linear"),
+        "lr_proj.bias": ("rate_bias", "same"), "ttt_scale_proj.weight": ("scale", "linear"),
+        "ttt_scale_proj.bias": ("scale_bias", "same"), "ttt_norm.weight": ("fast_norm", "same"),
         "momentum_proj.0.weight": ("momentum", "linear"),
         "momentum_proj.0.bias": ("momentum_bias", "same"),
-    }
+    }  # fmt: skip
 
     attention: AttentionConfig
     memory: LaCTMemoryConfig = LaCTMemoryConfig()

@@ -16,8 +16,7 @@ from ttcd_jax.nn.block import Dims, Mixer, Names, Output, SublayerConfig, Views
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.rope import RopeConfig, rotate
 from ttcd_jax.nn.row import Hidden, Piece, Row
-from ttcd_jax.nn.sinks import KeysValues, Sinks
-from ttcd_jax.nn.windows import KVCache, Outputs, Windows, attend, attend_cached
+from ttcd_jax.nn.windows import KVCache, Outputs, Sinks, Windows, attend, attend_cached
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,17 +75,12 @@ class AttentionConfig(Heads, SublayerConfig):
     """Attention as a layer."""
 
     reference_names: ClassVar[Names] = {
-        "q_proj.weight": ("query", "linear"),
-        "k_proj.weight": ("key", "linear"),
-        "v_proj.weight": ("value", "linear"),
-        "o_proj.weight": ("out", "linear"),
-        "q_proj.bias": ("query_bias", "same"),
-        "k_proj.bias": ("key_bias", "same"),
-        "v_proj.bias": ("value_bias", "same"),
-        "q_norm.weight": ("query_norm", "same"),
-        "k_norm.weight": ("key_norm", "same"),
-        "sinks": ("sink", "same"),
-    }
+        "q_proj.weight": ("query", "linear"), "k_proj.weight": ("key", "linear"),
+        "v_proj.weight": ("value", "linear"), "o_proj.weight": ("out", "linear"),
+        "q_proj.bias": ("query_bias", "same"), "k_proj.bias": ("key_bias", "same"),
+        "v_proj.bias": ("value_bias", "same"), "q_norm.weight": ("query_norm", "same"),
+        "k_norm.weight": ("key_norm", "same"), "sinks": ("sink", "same"),
+    }  # fmt: skip
 
     def flops(self, length: int) -> int | float:
         narrow = self.kv_heads * self.head_size
@@ -184,15 +178,12 @@ def start_cache(config: AttentionConfig, batch_size: int, max_length: int | None
         raise UserError(
             "full attention keeps all keys: give max_length, the most tokens that a row will have"
         )
-
-    def arrays(slots: int) -> KeysValues:
-        shape = (batch_size, slots, config.kv_heads, config.head_size)
-        # Two arrays: the state is donated, and no buffer can be donated twice.
-        first, second = (jnp.zeros(shape, config.precision.compute_dtype) for _ in range(2))
-        return first, second
-
-    keeps_sinks = config.window is not None and config.sink_tokens
-    return KVCache(*arrays(slots), arrays(config.sink_tokens) if keeps_sinks else None)
+    count = 0 if config.window is None else config.sink_tokens
+    sizes = (slots, slots, count, count)
+    shapes = [(batch_size, size, config.kv_heads, config.head_size) for size in sizes]
+    # As many arrays: the state is donated, and no buffer can be donated twice.
+    keys, values, *sinks = (jnp.zeros(x, config.precision.compute_dtype) for x in shapes)
+    return KVCache(keys, values, (sinks[0], sinks[1]) if count else None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

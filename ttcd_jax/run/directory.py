@@ -303,12 +303,9 @@ def imported_texts(directory: RunDirectory) -> dict[str, str]:
 def chat_template(directory: RunDirectory) -> str:
     """The template of conversations that the checkpoint of a run came with. Raises `UserError` for
     none."""
-    texts = imported_texts(directory)
-    if template := texts.get("chat_template.jinja"):
-        return template
-    settings = parse_json(texts.get("tokenizer_config.json", "{}").encode(), directory.path)
-    if not isinstance(template := settings.get("chat_template"), str):
-        raise UserError(
-            f"{directory.path} has no chat template: it is not of a checkpoint that answers"
-        )
+    texts, path = imported_texts(directory), directory.path
+    settings = parse_json(texts.get("tokenizer_config.json", "{}").encode(), path)
+    template = texts.get("chat_template.jinja") or settings.get("chat_template")
+    if not isinstance(template, str):
+        raise UserError(f"{path} has no chat template: it is not of a checkpoint that answers")
     return template

@@ -1,8 +1,7 @@
-"""What a student's window misses in every layer of a model, and how much of it only context can
-explain; no training is needed.
+"""What a window takes from a model, and what a memory can give back; no training is needed.
 
-Of a layer of attention and SwiGLU, whose student has another window in this layer alone, with the
-features z of the MLP under the layer's own window and under the student's:
+Task *gap*, of a layer of attention and SwiGLU, whose student has another window in this layer
+alone, with the features z of the MLP under the layer's own window and under the student's:
 
     e = (z_T - z_S) W_down
 
@@ -12,10 +11,22 @@ with the best ridge in hindsight; memories of this document, which read with a l
 sum of outer products with the best rate in hindsight, and the delta rule; the delta rule on what
 the regression leaves. What the last explains beyond the regression, only this document's context
 can.
+
+Task *stream*: the student is the whole model under a window. After one late layer the residual
+streams of teacher and student differ by d. The student stores d, token by token, under the features
+z of its MLP by the delta rule, and what it reads is added to its stream:
+
+    S <- S + rate k (d - k S),   k = z / |z|,   read with a lag of up to a chunk
+
+The *headroom* is the student's loss less the teacher's: all that a memory can give back. Beside the
+share of it that comes back stand controls: the error of the layer's own MLP, as IP-TTCD writes it;
+a linear map of z in the memory's place, fitted on other documents; another document's memory; and
+the memory of the first two thirds, frozen, in the last third alone.
 """
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -25,10 +36,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 from ttcd_kernels.table import Row as TableRow
 
-from ttcd_jax.config import DISTINCT, NonNegative, Positive
+from ttcd_jax.config import DISTINCT, Bound, NonNegative, Positive
 from ttcd_jax.data.sources import text_records
 from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.inference.decode import head_weight
 from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.measure.pictures import Picture, plot_bars
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Series, Subject, Task, digest, register
 from ttcd_jax.nn.attention import Attention
@@ -36,10 +49,16 @@ from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.mlp import SwiGLU
 from ttcd_jax.nn.row import Row
 from ttcd_jax.nn.windows import attend
+from ttcd_jax.train.loss import token_scores
+from ttcd_jax.train.state import with_params
 
 CHUNK, RATE = 64, 0.5  # the lag of a memory's read; the rate of the delta rule
 RIDGES = (0.01, 0.1, 1.0, 10.0)  # times the mean eigenvalue
+STREAM, LOCAL, FROZEN = "the stream's error", "the layer's own error", "frozen after two thirds"
+MAP, FOREIGN = "linear map of others", "another document's memory"
+Features = Float[Array, "T F"]
 Matrix = Float[Array, "T D"]
+_Views = tuple[Features, Matrix, Matrix]
 
 
 class LayerGap(NamedTuple):
@@ -118,15 +137,14 @@ class Gap(WindowTask[LayerGap]):
 
     def measure(self, scorer: Scorer, rows: list[np.ndarray], subject: Subject) -> list[LayerGap]:
         model, records = inference_model(scorer.model), []
-        streams = embeddings = [embedded(model, jnp.asarray(row)[None]) for row in rows]
+        streams = embeddings = [_embedded(model, jnp.asarray(row)[None]) for row in rows]
         for layer in range(model.config.num_layers):
-            block = functools.partial(block_of, model, layer)
+            block = functools.partial(_block_of, model, layer)
             if not self.layers or layer in self.layers:
                 for window in self.windows:
                     found = [_views(block(), h, window, self.sinks) for h in streams]
                     records.append(LayerGap(layer, window, *_explained(found)))
-            pairs = zip(streams, embeddings, strict=True)
-            streams = [_after(block(), h, x) for h, x in pairs]
+            streams = [*map(functools.partial(_after, block()), streams, embeddings)]
         return records
 
     @classmethod
@@ -153,18 +171,12 @@ class Gap(WindowTask[LayerGap]):
         return lines
 
 
-class _Views(NamedTuple):
-    z: Float[Array, "T F"]  # the student's features
-    e: Matrix
-    y: Matrix  # the teacher's output
-
-
 @jax.jit
-def embedded(model: InferenceModel, tokens: jax.Array) -> jax.Array:
+def _embedded(model: InferenceModel, tokens: jax.Array) -> jax.Array:
     return model.embedding[...].astype(model.config.precision.compute_dtype)[tokens]
 
 
-def block_of(model: InferenceModel, layer: int) -> Any:
+def _block_of(model: InferenceModel, layer: int) -> Any:
     return nnx.merge(model.blocks[layer], model.layers[layer])
 
 
@@ -175,6 +187,7 @@ def _after(block: Any, h: jax.Array, embeddings: jax.Array) -> jax.Array:
 
 @functools.partial(nnx.jit, static_argnums=(2, 3))
 def _views(block: Any, h: jax.Array, window: int, sinks: int) -> _Views:
+    """(the student's features, e, the teacher's output)."""
     attention, mlp = block.mixer, block.mlp
     if not (isinstance(attention, Attention) and isinstance(mlp, SwiGLU)):
         raise UserError(
@@ -189,32 +202,31 @@ def _views(block: Any, h: jax.Array, window: int, sinks: int) -> _Views:
     (out,) = attend(*operands, attention.config.attention_implementation, beside)
     seen, eps = h + attention.project_out(out), block.config.mlp.dims.norm_eps
     student, y = rms_norm(seen, block.mlp_norm[...], eps), mlp.plain(teacher)
-    return _Views(mlp.features(student)[0], (y - mlp.plain(student))[0], y[0])
+    return mlp.features(student)[0], (y - mlp.plain(student))[0], y[0]
 
 
 def _explained(documents: list[_Views]) -> tuple[float, ...]:
     """The fields of `LayerGap` after the first two."""
     wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), documents)
-    grams, found = [_gram(d.z, d.e) for d in wide], []
-    for index, own in enumerate(wide):
+    grams, found = [_gram(z, e) for z, e, _ in wide], []
+    for index, (z, e, y) in enumerate(wide):
         gram, target = map(sum, zip(*grams[:index], *grams[index + 1 :], strict=True))
-        maps = [fitted(gram, target, ridge) for ridge in RIDGES]
-        regression = max(maps, key=lambda x, own=own: _share(own.e, own.z @ x))
-        mean = jnp.concatenate([x.e for x in wide if x is not own]).mean(0)
-        size = jnp.linalg.norm(own.e) / jnp.linalg.norm(own.y)
-        found.append([float(x) for x in (size, *_shares(own.z, own.e, regression, mean))])
+        maps = [_fitted(gram, target, ridge) for ridge in RIDGES]
+        regression = max(maps, key=lambda x, z=z, e=e: _share(e, z @ x))
+        mean = jnp.concatenate([x for _, x, _ in wide[:index] + wide[index + 1 :]]).mean(0)
+        size = jnp.linalg.norm(e) / jnp.linalg.norm(y)
+        found.append([float(x) for x in (size, *_shares(z, e, regression, mean))])
     means = np.mean(found, 0).tolist()
     return *means, means[-1] - means[2]
 
 
 @jax.jit
 def _gram(z: jax.Array, e: jax.Array) -> tuple[jax.Array, jax.Array]:
-    product = functools.partial(jnp.matmul, precision="highest")
-    return product(z.T, z), product(z.T, e)
+    return jnp.matmul(z.T, z, precision="highest"), jnp.matmul(z.T, e, precision="highest")
 
 
 @jax.jit
-def fitted(gram: jax.Array, target: jax.Array, ridge: float) -> jax.Array:
+def _fitted(gram: jax.Array, target: jax.Array, ridge: float) -> jax.Array:
     """The map [F, D] of a ridge regression."""
     weight = ridge * jnp.trace(gram) / len(gram) * jnp.eye(len(gram), dtype=gram.dtype)
     return jax.scipy.linalg.solve(gram + weight, target, assume_a="pos")
@@ -228,27 +240,22 @@ def _share(e: jax.Array, prediction: jax.Array) -> jax.Array:
 
 @jax.jit
 def _shares(z: jax.Array, e: jax.Array, regression: jax.Array, mean: jax.Array) -> list[jax.Array]:
-    half = len(e) // 2
-    key, linear = unit(z), z @ regression
-    total = remembered(key, e, corrects=False)[0]
+    half, linear = len(e) // 2, z @ regression
+    total = _remembered(z, e, corrects=False)[0]
     best = jnp.sum(total[half:] * e[half:]) / jnp.maximum(jnp.sum(total[half:] ** 2), 1e-30)
-    delta = remembered(key, e, corrects=True)[0]
-    both = linear + remembered(key, e - linear, corrects=True)[0]
+    delta = _remembered(z, e, corrects=True)[0]
+    both = linear + _remembered(z, e - linear, corrects=True)[0]
     return [_share(e, x) for x in (mean, linear, best * total, delta, both)]
 
 
-def remembered(
-    key: Float[Array, "T F"],
-    error: Matrix,
-    *,
-    corrects: bool,
-    rate: float = RATE,
-    until: int | None = None,
+@functools.partial(jax.jit, static_argnames=("corrects", "rate", "until"))
+def _remembered(
+    z: Features, error: Matrix, *, corrects: bool, rate: float = RATE, until: int | None = None
 ) -> tuple[Matrix, Float[Array, "F D"]]:
-    """(what a memory of the chunks before returns for every key, the memory at the end). It begins
+    """(what a memory of the chunks before returns for every z, the memory at the end). It begins
     empty and is written by the first `until` tokens (None: all), by the delta rule if it
     `corrects`."""
-    length = len(key)
+    key, length = _unit(z), len(z)
     is_written = jnp.arange(length) < (length if until is None else until)
     parts = (key, error.astype(key.dtype), is_written)
     parts = [jnp.pad(x, ((0, -length % CHUNK),) + ((0, 0),) * (x.ndim - 1)) for x in parts]
@@ -267,6 +274,150 @@ def remembered(
     return read.reshape(-1, error.shape[1])[:length], memory
 
 
-def unit(z: Float[Array, "T F"]) -> Float[Array, "T F"]:
-    """Keys of norm 1."""
+def _unit(z: Features) -> Features:
     return z / jnp.maximum(jnp.linalg.norm(z, axis=-1, keepdims=True), 1e-12)
+
+
+class Share(NamedTuple):
+    """The share of the headroom (nats) of a document that comes back."""
+
+    document: int
+    memory: str
+    share: float
+    headroom: float
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stream(WindowTask[Share]):
+    """The share of the headroom that a memory gives back, and its controls: between the model under
+    `window` and under its own. The memory is in `layer` (None: at four fifths of the layers) and
+    has this `rate`. Measured over the last two thirds of the tokens."""
+
+    name = "stream"
+    title = "Distilling the stream without training: the share of the headroom"
+    record = Share
+    key = "memory"
+    x_label = "memory"
+    value = "share"
+    sentence = "The share of what a shorter window costs that comes back: higher is better."
+    rank = 46
+
+    window: Positive = 128
+    layer: NonNegative | None = None
+    rate: Annotated[float, Bound("above 0, at most 1", lambda rate: 0 < rate <= 1)] = 0.3
+    length: Annotated[int, Bound("3 or more", lambda length: length >= 3)] = 3072
+
+    def rows(self, subject: Subject) -> list[np.ndarray]:
+        config = subject.model.config
+        if (self.layer or 0) >= config.num_layers:
+            raise UserError(f"layer {self.layer} of a model of {config.num_layers}: from 0 on")
+        if config.window is not None and config.window <= self.window:
+            raise UserError(
+                f"window {self.window} is not shorter than the model's {config.window}: nothing is "
+                "lost, take a smaller --window"
+            )
+        return super().rows(subject)
+
+    def measure(self, scorer: Scorer, rows: list[np.ndarray], subject: Subject) -> list[Share]:
+        config = scorer.model.config
+        at = config.num_layers * 4 // 5 if self.layer is None else self.layer
+        changes = {"window": self.window, "sink_tokens": self.sinks}
+        short = config.overridden({**vars(config), **changes}, changes)
+        params = nnx.to_pure_dict(nnx.state(scorer.model, nnx.Param))
+        teacher, student = map(inference_model, (scorer.model, with_params(short, params)))
+        tokens = [jnp.asarray(row) for row in rows]
+        lessons = [_lesson(teacher, student, x, at + 1) for x in tokens]
+        records = []
+        for index, (row, own) in enumerate(zip(tokens, lessons, strict=True)):
+            top, low = (_losses(*x, at + 1, row) for x in ((student, own.h), (teacher, own.theirs)))
+            for name, added in self._added(own, lessons[:index] + lessons[index + 1 :]).items():
+                found = _losses(student, own.h + added, at + 1, row)
+                start = len(row) // 3 * (2 if name == FROZEN else 1)
+                above, between, below = (float(x[start:].mean()) for x in (top, found, low))
+                share = (above - between) / (above - below)
+                records.append(Share(index, name, share, above - below))
+        return records
+
+    def _added(self, own: "_Lesson", others: "list[_Lesson]") -> dict[str, jax.Array]:
+        """What every memory adds to the student's stream after the layer."""
+        read = functools.partial(_remembered, corrects=True, rate=self.rate)
+        gram = sum(x.z.T @ x.z for x in others)
+        linear = _fitted(gram, sum(x.z.T @ x.stream for x in others), 1.0)
+        foreign = read(others[0].z, others[0].stream)[1]
+        return {
+            STREAM: read(own.z, own.stream)[0],
+            LOCAL: read(own.z, own.local)[0],
+            FROZEN: read(own.z, own.stream, until=2 * (len(own.z) // 3))[0],
+            MAP: own.z @ linear,
+            FOREIGN: _unit(own.z) @ foreign,
+        }
+
+    @classmethod
+    def table(cls, series: Series[Share]) -> list[TableRow]:
+        """A row per memory: the mean share, the least and the greatest of a document."""
+        rows = []
+        for label, records in series.items():
+            for name in dict.fromkeys(x.memory for x in records):
+                found = (x[2:] for x in records if x.memory == name)
+                shares, headroom = zip(*found, strict=True)
+                rows.append(
+                    {"memory": f"{label}, {name}" if len(series) > 1 else name}
+                    | {"share": float(np.mean(shares)), "least": min(shares), "most": max(shares)}
+                    | {"headroom": float(np.mean(headroom)), "documents": len(shares)}
+                )
+        return rows
+
+    @classmethod
+    def pictures(cls, folder: Path, series: Series[Share], chance: float | None) -> list[Picture]:
+        bars = {x: [row["share"] for row in cls.table({x: y})] for x, y in series.items()}
+        labels = {"title": cls.title, "x_label": cls.x_label, "y_label": "share of the headroom"}
+        names, path = [STREAM, LOCAL, FROZEN, MAP, FOREIGN], Path("stream.png")
+        plot_bars(folder / path, **labels, groups=names, series=bars)
+        return [Picture(path, cls.sentence)]
+
+
+class _Lesson(NamedTuple):
+    """Of a document: the student's stream and the teacher's after the layer, the student's features
+    there, the errors of the stream and of the layer's MLP."""
+
+    h: Float[Array, "1 T D"]
+    theirs: Float[Array, "1 T D"]
+    z: Features
+    stream: Matrix
+    local: Matrix
+
+
+def _lesson(teacher: InferenceModel, student: InferenceModel, row: jax.Array, stop: int) -> _Lesson:
+    start = _embedded(teacher, row[None])
+    (h, z, y), (theirs, _, x) = (_through(x, start, range(stop)) for x in (student, teacher))
+    return _Lesson(h, theirs, z[0], (theirs - h)[0], (x - y)[0])
+
+
+def _through(model: InferenceModel, h: jax.Array, layers: range) -> tuple[jax.Array, Any, Any]:
+    """After these layers: the stream, and of the last the features of its MLP and their output."""
+    found = h, None, None
+    for layer in layers:
+        found = _layer(_block_of(model, layer), found[0])
+    return found
+
+
+@nnx.jit
+def _layer(block: Any, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    if not isinstance(block.mlp, SwiGLU) or block.config.is_in_place:
+        raise UserError("task stream is for models without memory whose MLPs are SwiGLU")
+    row = Row.of(h)
+    x, _ = block.inputs("mlp", h, row)
+    return block.forward(h, row)[0], block.mlp.features(x), block.mlp.plain(x)
+
+
+def _losses(model: InferenceModel, h: jax.Array, first: int, tokens: jax.Array) -> jax.Array:
+    """Nats of tokens 1 .. T - 1, from the stream before layer `first`."""
+    h, *_ = _through(model, h, range(first, model.config.num_layers))
+    return _nats(model, h, tokens)
+
+
+@jax.jit
+def _nats(model: InferenceModel, h: jax.Array, tokens: jax.Array) -> jax.Array:
+    hidden = rms_norm(h, model.final_norm[...], model.config.norm_eps)
+    return token_scores(hidden[:, :-1], head_weight(model), tokens[None, 1:])[0][0]
