@@ -40,9 +40,10 @@ from ttcd_jax.train.loss import token_scores
 # Rows of at most so many tokens are read in one forward pass: one program instead of several, and
 # no copy of the parameters.
 ONE_PASS = 2048
-# Multiplications that take as long as compiling a program: so many are spent on padding before one
-# for shorter rows is compiled, and four times as many on contexts that are read again.
-WORK = 2**38
+# Multiplications that take as long as compiling a forward pass, on a CPU and elsewhere: so many are
+# spent on padding before one for shorter rows is compiled, and 16 times as many, the programs of a
+# state, on contexts that are read again.
+WORK = 2**36, 2**48
 
 
 class Scores(NamedTuple):
@@ -163,7 +164,7 @@ class Scorer:
         sizes = [max(len(row) - 1, 0) for row in rows]
         longest = max(sizes, default=0)
         repeated = sum(starts) - sum(starts[i] for i, *_ in groups.values())
-        is_shared = self._is_streamed and repeated > (0 if longest > ONE_PASS else 4 * self._spare)
+        is_shared = self._is_streamed and repeated > (0 if longest > ONE_PASS else 16 * self._spare)
         members = [*groups.values()] if is_shared else [[i] for i in range(len(rows))]
         reads = starts if is_shared else [0] * len(rows)  # tokens without scores
         shapes = _pass_sizes([size for size in sizes if size <= ONE_PASS], self._spare)
@@ -257,7 +258,7 @@ class Scorer:
     def _spare(self) -> int:
         """Tokens that take as long as a program to compile."""
         params = jax.tree.leaves(nnx.state(self.model, nnx.Param))
-        return WORK // sum(x.size for x in params)
+        return WORK[jax.default_backend() != "cpu"] // sum(x.size for x in params)
 
     def _capacity(self, most: int) -> int | None:
         """The length of a state for rows of at most `most` tokens, one of few; None: any."""
@@ -342,11 +343,11 @@ def _reads_ahead(config: TransformerConfig) -> bool:
 
 def _pass_sizes(sizes: Sequence[int], spare: int) -> list[int]:
     """The lengths to which rows of `sizes` are padded, few: the longest, and shorter ones, powers
-    of two or 3/4 of them from 64 on, that spare more than so many tokens."""
+    of two or 3/4 of them from 16 on, that spare more than so many tokens."""
     found = [max(sizes, default=0)]
     for index, size in enumerate(sorted(sizes, reverse=True)):
         power = 1 << max(size - 1, 0).bit_length()
-        shorter = max(power * 3 // 4 if size <= power * 3 // 4 else power, 64)
+        shorter = max(power * 3 // 4 if size <= power * 3 // 4 else power, 16)
         if (found[-1] - shorter) * (len(sizes) - index) > spare:
             found.append(shorter)
     return found
