@@ -1,5 +1,6 @@
 """Seconds of the same work by this package and by transformers, each in a process of its own: the
-likelihoods of answers, a prompt, and the tokens after it.
+likelihoods of answers, a prompt, the tokens after it, and 512 MiB of matrices times a vector, which
+is how fast memory is read.
 
     python -m tests.smollm2.times REQUESTS ours RUN [compute=bfloat16]
     python tests/smollm2/times.py REQUESTS theirs GGUF [compute=bfloat16]   with torch, transformers
@@ -19,6 +20,7 @@ BATCH, PROMPT, NEW = 16, 1024, 64
 
 def ours(place, compute):
     import jax
+    import jax.numpy as jnp
     import numpy as np
 
     from ttcd_jax.inference import Generation, Request, inference_model
@@ -36,7 +38,9 @@ def ours(place, compute):
         request = Request(tokens=np.array(ids), max_new_tokens=count, stop_tokens=())
         return [event.token for event in Generation(model, run.tokenizer, [request])]
 
-    return jax.__version__, likelihoods, continued
+    matrices, vector = jnp.ones((128, 1024, 1024)), jnp.ones(1024)
+    product = jax.jit(lambda x, y: (x @ y).sum())
+    return jax.__version__, likelihoods, continued, lambda: float(product(matrices, vector))
 
 
 def theirs(place, compute):
@@ -72,27 +76,30 @@ def theirs(place, compute):
     def no_gradients(function):
         return torch.no_grad()(function)
 
-    return torch.__version__, no_gradients(likelihoods), no_gradients(continued)
+    matrices, vector = torch.ones((128, 1024, 1024)), torch.ones(1024)
+    functions = map(no_gradients, (likelihoods, continued))
+    return torch.__version__, *functions, lambda: float((matrices @ vector).sum())
 
 
 def main():
     requests, whose, place, *options = sys.argv[1:]
     asked = json.loads(Path(requests).read_text())
     compute = dict(x.split("=") for x in options).get("compute", "float32")
-    version, likelihoods, continued = {"ours": ours, "theirs": theirs}[whose](place, compute)
+    version, likelihoods, continued, read = {"ours": ours, "theirs": theirs}[whose](place, compute)
     pairs = [(x, y) for answers in asked["questions"] for x, y in answers]
     text = (asked["excerpts"][0] * PROMPT)[:PROMPT]
     work = {
         f"{len(pairs)} answers": lambda: likelihoods(pairs),
         f"{PROMPT} tokens and one": lambda: continued(text, 1),
         f"{PROMPT} tokens and {NEW}": lambda: continued(text, NEW),
+        "512 MiB times a vector": read,
     }
     for name, do in work.items():
         seconds = []
         for _ in range(2):
             start = time.perf_counter()
             found = do()
-            seconds.append(round(time.perf_counter() - start, 2))
+            seconds.append(round(time.perf_counter() - start, 3))
         shown = found if isinstance(found, float) else found[-3:]
         print(json.dumps({"whose": whose, "version": version, "compute": compute, "work": name,
                           "seconds": seconds, "result": shown}), flush=True)  # fmt: skip
