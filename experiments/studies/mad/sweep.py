@@ -8,7 +8,7 @@ row is decoded from the hidden state of its last token alone.
 The training step of the library (`train.step`) is vmapped over the runs, and the runs are split
 among the devices. An epoch is a scan inside the compiled function: one dispatch per step would
 dominate the time of a tiny model. Runs never mix. One whose loss or gradient is not finite keeps
-its last good parameters and takes no further step; the numbers of the others stay as they are.
+its last good parameters and takes no further step; those of others do not change by a bit.
 Runs that do not fit into device memory together are trained in groups.
 """
 
