@@ -18,6 +18,7 @@ from small_models import run_config
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
+from experiments.studies.mad.records import claim
 from ttcd_jax import files, train_run
 from ttcd_jax.errors import DataError
 from ttcd_jax.run.directory import RunDirectory
@@ -87,8 +88,8 @@ def test_metrics_that_cannot_be_flushed_do_not_stop_the_start(tmp_path, monkeypa
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog, number):
     error = OSError(number, os.strerror(number))
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=error))
-    with RunDirectory(tmp_path / "run").lock():
-        pass
+    with RunDirectory(tmp_path / "run").lock(), claim(tmp_path / "records" / "job") as is_ours:
+        assert is_ours
     with files.whole_folder(tmp_path / "folder") as folder:
         (folder / "part").write_text("text")
     assert (tmp_path / "folder" / "part").exists()

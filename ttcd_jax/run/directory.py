@@ -12,6 +12,7 @@ tokenizer.json if it came with one.
 """
 
 import contextlib
+import fcntl
 import os
 import platform
 import socket
@@ -179,8 +180,8 @@ class RunDirectory:
         return self._read(IMPORT) if (self.path / IMPORT).exists() else None
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Locks the directory. Raises `UserError` while another process holds it."""
+    def lock(self, *, waits: bool = False) -> Iterator[None]:
+        """Locks the directory; while another process holds it, waits or raises `UserError`."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
@@ -192,7 +193,7 @@ class RunDirectory:
             ) from error
         with handle:
             try:
-                lock(handle)
+                lock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             except BlockingIOError as error:
                 handle.seek(0)
                 owner = handle.read().strip() or "another process"  # that has not written its name

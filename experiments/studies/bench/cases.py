@@ -238,9 +238,10 @@ class _Reading:
 
     def _program_bytes(self, state: InferenceState) -> int:
         config, (B, length) = self.model.config, self._tokens.shape
+        assert config.window is not None
         shape = B, even_size(config, length, self._piece_size)
         tokens, lengths = (jax.ShapeDtypeStruct(x, jnp.int32) for x in (shape, shape[:1]))
-        seen: Any = {"halo": (config.window or 1) - 1, "has_gap": False}
+        seen: Any = {"halo": config.window - 1, "has_gap": False}
         lowered = read_piece.lower(self.model, state, tokens, lengths, **seen)
         return measure.needed_bytes(lowered.compile())
 

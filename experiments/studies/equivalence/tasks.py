@@ -125,8 +125,8 @@ class Computed:
             hidden = jnp.concatenate([h[:, : counts[0]] for counts, h, _ in pieces], axis=1)
         if len(broken := np.argwhere(~np.asarray(jnp.isfinite(hidden).all(-1)))):
             row, position = broken[0]
-            place = f"row {row}, position {position} is not finite; try a wider precision"
-            raise NonFiniteError(f"{self.variant} in {self.dtype}: the hidden state of {place}")
+            problem = f"row {row}, position {position} is not finite; try a wider precision"
+            raise NonFiniteError(f"{self.variant} in {self.dtype}: the hidden state of {problem}")
         return hidden
 
 

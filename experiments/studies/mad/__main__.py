@@ -4,9 +4,9 @@
                               [--run_dir=DIR] [--dry_run]
 
 Each finished setting and method is one file in DIR/records; the same command continues after an
-interruption. At the end it prints the tables of all records, also into DIR/tables.txt, and draws
-DIR/curves.png. Another recipe needs another directory; other tasks, settings or methods may be
-added to this one. experiments.report shows the
+interruption, and commands that run at the same time share the work. At the end it prints the tables
+of all records, also into DIR/tables.txt, and draws DIR/curves.png. Another recipe needs another
+directory; other tasks, settings or methods may be added to this one. experiments.report shows the
 scores of several directories on one page.
 """
 
@@ -41,14 +41,15 @@ def main(argv: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))  # a device each
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / f"mad-{Path(FLAGS.gin).stem}")
     run_dir.check_free()
-    with run_dir.lock():
+    with run_dir.lock(waits=True):
         command, data = " ".join(sys.argv) + "\n", {"seed": sweep.DATA_SEED}
         run_dir.claim(config.to_dict(), command, data, layout=sweep.SELECTION)
-        sweep.train_jobs(config, run_dir.path)
-        records = gather(run_dir.path)
-        write_whole(run_dir.path / "tables.txt", text := tables(records))
-        print(text)
-        draw_curves(run_dir.path / "curves.png", records)
+    sweep.train_jobs(config, run_dir.path)
+    if records := gather(run_dir.path):  # else other processes train every job
+        with run_dir.lock(waits=True):
+            write_whole(run_dir.path / "tables.txt", text := tables(records))
+            print(text)
+            draw_curves(run_dir.path / "curves.png", records)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ The score of a task is the mean over its settings of the best test accuracy (mac
 of a setting's learning rates and decays; with several seeds, their mean counts as one run.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -19,7 +20,7 @@ from ttcd_kernels.table import Row, format_table
 from experiments.studies.mad.tasks import PUBLISHED, TASKS, MADConfig, TaskName, settings
 from ttcd_jax.config import Bound, Config, NonNegative, NonNegativeFloat, Positive
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.files import read_json, write_whole
+from ttcd_jax.files import lock, read_json, write_whole
 from ttcd_jax.measure.page import Section
 from ttcd_jax.measure.pictures import COLOURS, MARKERS, Picture, save_figure
 from ttcd_jax.methods import METHODS
@@ -138,6 +139,21 @@ class Record(Job):
 
 def record_path(sweep: Path, job: Job) -> Path:
     return sweep / "records" / f"{job.name}.json"
+
+
+@contextlib.contextmanager
+def claim(path: Path) -> Iterator[bool]:
+    """Whether this process does the job of record `path`: it is not recorded yet, and no other
+    process of this machine has claimed it. The claim ends with the block, or with the process."""
+    locks = path.parent / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with (locks / path.stem).open("w") as handle:
+        try:
+            lock(handle)
+            is_ours = not path.exists()
+        except BlockingIOError:
+            is_ours = False
+        yield is_ours
 
 
 def write(path: Path, record: Record) -> None:

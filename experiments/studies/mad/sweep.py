@@ -8,7 +8,7 @@ row is decoded from the hidden state of its last token alone.
 The training step of the library (`train.step`) is vmapped over the runs, and the runs are split
 among the devices. An epoch is a scan inside the compiled function: one dispatch per step would
 dominate the time of a tiny model. Runs never mix. One whose loss or gradient is not finite keeps
-its last good parameters and takes no further step; the numbers of the others stay as they are.
+its last good parameters and takes no further step; those of others do not change by a bit.
 Runs that do not fit into device memory together are trained in groups.
 """
 
@@ -122,7 +122,8 @@ def plan(config: MADSweepConfig) -> str:
 
 
 def train_jobs(config: MADSweepConfig, folder: Path) -> None:
-    """Trains every job that is not recorded in `folder`. Prints a line per finished job."""
+    """Trains every job neither recorded in `folder` nor claimed by another process. Prints a line
+    per finished job; the time left is that of the tokens left at the speed of all processes."""
     every_job = jobs(config)
     pending = [job for job in every_job if not records.record_path(folder, job).exists()]
     print(f"{folder}: {len(every_job) - len(pending)} of {len(every_job)} recorded", flush=True)
@@ -131,23 +132,27 @@ def train_jobs(config: MADSweepConfig, folder: Path) -> None:
     work = [*itertools.accumulate(job.steps * job.data.num_positions for job in pending)]
     progress = Progress(sys.stdout, work[-1] if work else 0, start=0)
     for number, job in enumerate(pending, 1):
+        path = records.record_path(folder, job)
+        with records.claim(path) as is_ours:
+            if not is_ours:
+                continue
 
-        def show(text: str, name: str = job.name) -> None:
-            if progress.is_live:
-                progress.show(f"{name}: {text}")
+            def show(text: str, name: str = job.name) -> None:
+                if progress.is_live:
+                    progress.show(f"{name}: {text}")
 
-        show("compiling")
-        start, sizes = time.monotonic(), {"num_train": job.num_train, "num_test": job.num_test}
-        train, test = rows(job.data, seed=DATA_SEED, **sizes)
-        runs = train_runs(
-            *(job.recipe, mad_problem(job.data, job.model), train, test, hyper(config)),
-            budget_bytes=measure.usable_bytes(),
-            on_evaluation=lambda done, accuracy: show(f"{done:.0%}, accuracy {accuracy:.3f}"),
-        )
-        found = {"environment": measure.environment(), "runs": tuple(runs)}
-        found["seconds"] = round(time.monotonic() - start, 1)
-        record = records.Record(**vars(job), **found)
-        records.write(records.record_path(folder, job), record)
+            show("compiling")
+            start, sizes = time.monotonic(), {"num_train": job.num_train, "num_test": job.num_test}
+            train, test = rows(job.data, seed=DATA_SEED, **sizes)
+            runs = train_runs(
+                *(job.recipe, mad_problem(job.data, job.model), train, test, hyper(config)),
+                budget_bytes=measure.usable_bytes(),
+                on_evaluation=lambda done, accuracy: show(f"{done:.0%}, accuracy {accuracy:.3f}"),
+            )
+            found = {"environment": measure.environment(), "runs": tuple(runs)}
+            found["seconds"] = round(time.monotonic() - start, 1)
+            record = records.Record(**vars(job), **found)
+            records.write(path, record)
         line = f"[{number}/{len(pending)}] {job.name}: {records.best_text(record)}"
         left = progress.left(work[number - 1]) if number < len(pending) else ""
         progress.show(f"{line}, {record.seconds:.0f} s{left and f', {left}'}", is_last=True)

@@ -6,9 +6,9 @@ import commands
 from checks import refused
 
 from experiments.cli import CONFIG_DIR
+from experiments.studies.mad.records import claim, record_path
 from experiments.studies.mad.sweep import MADSweepConfig, hyper, jobs
 from ttcd_jax.run.bindings import load_config
-from ttcd_jax.run.directory import RunDirectory
 
 TOY = (
     "MADSweepConfig.tasks=('compression',)",
@@ -82,5 +82,18 @@ def test_the_command_records_prints_and_goes_on(tmp_path):
     assert path.read_text() == text
     other = commands.mistake(command(run_dir, "RecipeConfig.schedule='constant'"))
     assert "recipe.schedule: cosine -> constant; choose another --run_dir" in other
-    with RunDirectory(run_dir).lock():
-        assert f"{run_dir} is in use by process" in commands.mistake(command(run_dir))
+
+
+def test_a_job_is_one_process_s_at_a_time(tmp_path):
+    first, second, *_ = (record_path(tmp_path, job) for job in jobs(config("mad/cpu_short.gin")))
+    with claim(first) as is_ours:
+        assert is_ours
+        with claim(first) as is_theirs:
+            assert not is_theirs
+        with claim(second) as is_theirs:
+            assert is_theirs
+    with claim(first) as is_theirs:
+        assert is_theirs  # let go of without a record: to be done again
+    first.write_text("{}")
+    with claim(first) as is_theirs:
+        assert not is_theirs
