@@ -24,6 +24,8 @@ from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.page import Section, published
 from ttcd_jax.measure.task import Series, Subject, Task, find_task
+from ttcd_jax.methods import method_named
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.terminal import say
 
@@ -36,6 +38,7 @@ class _Header:
     """Fields of a file of results that are read as they are; earlier versions lack some."""
 
     label: str
+    method: str = ""  # the label of the model's method
     changes: str = ""  # of the trained model's configuration, in words
     options: dict  # of the task, JSON
     step: int = 0
@@ -101,7 +104,8 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     where the results would replace another model's."""
     folder = folder or folder_name(task.name, subject.label or subject.changes)
     where = {"run_dir": Path(subject.run_dir).absolute(), "folder": folder, "step": step}
-    model: Any = {"label": subject.name, "changes": subject.changes}
+    method = subject.model.config.label
+    model: Any = {"label": subject.name, "method": method, "changes": subject.changes}
     result = Results(task=type(task), options=task.to_dict(), **model, **where)
     old, path = _replaced(result), result.path / FILE
     rows = task.rows(subject)
@@ -192,7 +196,22 @@ def read_results(path: Path) -> Results:
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged ({error!r}): measure it again") from error
     where = {"run_dir": path.parents[2], "folder": path.parent.name}
-    return Results(task=task, **where, **header, measured_on=digests, facts=facts, series=series)
+    result = Results(task=task, **where, **header, measured_on=digests, facts=facts, series=series)
+    return result if result.method else _with_method(result)
+
+
+def _with_method(result: Results) -> Results:
+    """Results of an earlier version, whose labels had a method without what its settings change,
+    under the label of the run's model."""
+    file = result.run_dir / "config.json"
+    if not file.exists():
+        return result
+    model = TransformerConfig.from_dict(read_json(file).get("model", {}))
+    old, bare = result.label, method_named(model.method).label
+    if old != bare and not old.startswith(f"{bare}, "):
+        return result
+    label = model.label + old[len(bare) :]
+    return dataclasses.replace(result.renamed(old, label), label=label, method=model.label)
 
 
 def read_all_results(run_dirs: Sequence[Path]) -> dict[str, list[Results]]:

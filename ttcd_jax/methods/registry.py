@@ -28,6 +28,11 @@ class Settings(Config):
         """The settings of all registered methods."""
         return METHODS.classes() if cls is Settings else [cls]
 
+    @property
+    def words(self) -> str:
+        """What these settings add to the method's label, "" for a memory as published."""
+        return ""
+
     def switched_off(self, length: int) -> "Settings | None":
         """Settings with the same parameters under which nothing is read from the memory in rows of
         `length` tokens; None where the memory is the mixer itself."""
@@ -144,7 +149,8 @@ PROJ_INIT |= {"zero": "zeros", "random": "normal"}
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A method by its name in configurations and its label in tables.
+    """A method by its name in configurations and its label in tables, to which a model adds what
+    its settings change (`TransformerConfig.label`).
 
     `block(config, settings)` is the block of a layer with the method's memory; it raises
     `UserError` for a model that the method cannot be. Layers without it have attention and SwiGLU.

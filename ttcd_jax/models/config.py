@@ -81,6 +81,15 @@ class TransformerConfig(ModelConfig):
         defaults = method_named(self.method).settings
         return self.memory if self.memory is not None or defaults is None else defaults()
 
+    @property
+    def label(self) -> str:
+        """The model's method in tables, with what its settings change, as in "IP-TTCD + delta
+        rule", and "no gap" where its student sees all that its teacher sees."""
+        words = "" if self.settings is None else self.settings.words
+        has_gap = self.window is None or self.student_window < self.window
+        no_gap = "" if has_gap or not layers_with_teacher(self) else ", no gap"
+        return f"{method_named(self.method).label}{words}{no_gap}"
+
 
 def block_configs(config: TransformerConfig) -> tuple[BlockConfig, ...]:
     method = method_named(config.method)
