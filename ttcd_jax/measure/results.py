@@ -104,8 +104,8 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     where the results would replace another model's."""
     folder = folder or folder_name(task.name, subject.label or subject.changes)
     where = {"run_dir": Path(subject.run_dir).absolute(), "folder": folder, "step": step}
-    method = subject.model.config.label
-    model: Any = {"label": subject.name, "method": method, "changes": subject.changes}
+    model: Any = {"label": subject.name, "changes": subject.changes}
+    model["method"] = subject.model.config.label
     result = Results(task=type(task), options=task.to_dict(), **model, **where)
     old, path = _replaced(result), result.path / FILE
     rows = task.rows(subject)
@@ -196,22 +196,20 @@ def read_results(path: Path) -> Results:
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged ({error!r}): measure it again") from error
     where = {"run_dir": path.parents[2], "folder": path.parent.name}
-    result = Results(task=task, **where, **header, measured_on=digests, facts=facts, series=series)
-    return result if result.method else _with_method(result)
+    found = {"measured_on": digests, "facts": facts, "series": series}
+    return _of_todays_label(Results(task=task, **where, **header, **found))
 
 
-def _with_method(result: Results) -> Results:
-    """Results of an earlier version, whose labels had a method without what its settings change,
-    under the label of the run's model."""
-    file = result.run_dir / "config.json"
-    if not file.exists():
-        return result
-    model = TransformerConfig.from_dict(read_json(file).get("model", {}))
-    old, bare = result.label, method_named(model.method).label
-    if old != bare and not old.startswith(f"{bare}, "):
-        return result
-    label = model.label + old[len(bare) :]
-    return dataclasses.replace(result.renamed(old, label), label=label, method=model.label)
+def _of_todays_label(result: Results) -> Results:
+    """Labels of earlier versions have the bare name of the run's method, not what it changes."""
+    file, old = result.run_dir / "config.json", result.label
+    if not result.method and file.exists():
+        model = TransformerConfig.from_dict(read_json(file).get("model", {}))
+        bare = method_named(model.method).label
+        if f"{old}, ".startswith(f"{bare}, "):
+            new = {"label": model.label + old[len(bare) :], "method": model.label}
+            return dataclasses.replace(result.renamed(old, new["label"]), **new)
+    return result
 
 
 def read_all_results(run_dirs: Sequence[Path]) -> dict[str, list[Results]]:

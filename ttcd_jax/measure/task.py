@@ -47,13 +47,11 @@ class Subject(NamedTuple):
     @property
     def name(self) -> str:
         """The label of the model in tables and pictures."""
-        method = self.model.config.label
-        return self.label or (f"{method}, {self.changes}" if self.changes else method)
+        return self.label or ", ".join(filter(None, (self.model.config.label, self.changes)))
 
     def variants(self) -> dict[str, Transformer]:
         """The model with its fast weights on and off (eta = 0), if they have a rate eta above 0."""
-        config = self.model.config
-        off = switched_off(config, length=1)
+        off = switched_off(config := self.model.config, length=1)
         if off in (None, config) or not has_in_place_memory(config):
             return {self.name: self.model}
         params = nnx.to_pure_dict(nnx.state(self.model, nnx.Param))

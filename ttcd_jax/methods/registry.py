@@ -8,7 +8,7 @@ its modules, and a module outside the package can register more.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from ttcd_jax.config import Config, Positive
 from ttcd_jax.errors import DataError
@@ -23,15 +23,12 @@ REQUIRED = object()  # the default of a key that has none
 class Settings(Config):
     """Base of the settings of methods, the type of `TransformerConfig.memory`."""
 
+    words: ClassVar[Any] = ""  # what they add to the method's label
+
     @classmethod
     def alternatives(cls) -> list[type[Config]]:
         """The settings of all registered methods."""
         return METHODS.classes() if cls is Settings else [cls]
-
-    @property
-    def words(self) -> str:
-        """What these settings add to the method's label, "" for a memory as published."""
-        return ""
 
     def switched_off(self, length: int) -> "Settings | None":
         """Settings with the same parameters under which nothing is read from the memory in rows of
@@ -149,8 +146,7 @@ PROJ_INIT |= {"zero": "zeros", "random": "normal"}
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A method by its name in configurations and its label in tables, to which a model adds what
-    its settings change (`TransformerConfig.label`).
+    """A method by its name in configurations and its label in tables.
 
     `block(config, settings)` is the block of a layer with the method's memory; it raises
     `UserError` for a model that the method cannot be. Layers without it have attention and SwiGLU.

@@ -83,12 +83,12 @@ class TransformerConfig(ModelConfig):
 
     @property
     def label(self) -> str:
-        """The model's method in tables, with what its settings change, as in "IP-TTCD + delta
-        rule", and "no gap" where its student sees all that its teacher sees."""
-        words = "" if self.settings is None else self.settings.words
-        has_gap = self.window is None or self.student_window < self.window
-        no_gap = "" if has_gap or not layers_with_teacher(self) else ", no gap"
-        return f"{method_named(self.method).label}{words}{no_gap}"
+        """The method in tables as its settings change it, "IP-TTCD + delta rule"; "no gap": the
+        student sees all that its teacher sees."""
+        words, sees = "" if self.settings is None else self.settings.words, self.student_window
+        if self.window is not None and sees >= self.window and layers_with_teacher(self):
+            words += ", no gap"
+        return method_named(self.method).label + words
 
 
 def block_configs(config: TransformerConfig) -> tuple[BlockConfig, ...]:

@@ -305,7 +305,6 @@ def footnotes(records: Sequence[Record]) -> list[str]:
 
 
 def _labels(records: Sequence[Record]) -> dict[str, str]:
-    """By method, with what its settings change: those of a sweep are alike."""
     return {x.method: x.model.label for x in records}
 
 
