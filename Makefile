@@ -75,7 +75,7 @@ stream: $(SMOLLM2) .venv/books ## what context distillation is, on that model: n
 
 SEED := 0
 CONTINUED := runs/continued-$(SEED)
-METHODS := full swa ipttt ipttcd ipttcd_corrected
+METHODS := full swa ipttt ipttcd ipttcd_delta
 CONVERT := $(PYTHON) -m experiments.convert
 FROM_BOOKS := $(SHORT) --param="BOOKS='$(BOOKS)'"
 
@@ -94,7 +94,7 @@ continued: .venv ## train a base, export and import it, continue at 8 times its 
 	for method in $(METHODS); do $(EVALUATE) --run_dir=$(CONTINUED)/study/$$method-$(SEED) --task=ruler \
 	  --tasks=niah_single_1 --lengths=1024,2048,4096,8192 --samples=25 || exit; done
 	test -e $(CONTINUED)/exported || \
-	  $(CONVERT) export --format=huggingface $(CONTINUED)/study/ipttcd_corrected-$(SEED) $(CONTINUED)/exported
+	  $(CONVERT) export --format=huggingface $(CONTINUED)/study/ipttcd_delta-$(SEED) $(CONTINUED)/exported
 	test -e $(CONTINUED)/again || \
 	  $(CONVERT) import --format=huggingface $(CONTINUED)/exported $(CONTINUED)/again
 	$(PYTHON) -m experiments.report --output=$(CONTINUED) \

@@ -14,7 +14,6 @@ from ttcd_jax.files import read_json
 from ttcd_jax.measure.page import Section, write_page
 from ttcd_jax.measure.pictures import Picture, coloured_by_run, plot_lines
 from ttcd_jax.measure.results import read_all_results, task_sections
-from ttcd_jax.methods import method_named
 from ttcd_jax.run.directory import METRICS, RunDirectory, model_config
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.train.state import num_params
@@ -92,7 +91,7 @@ def run_rows(runs: Sequence[Run]) -> list[Row]:
         devices = sorted({*map(str, devices)}) if isinstance(devices, list) else []
         row = {
             "run": run.label,
-            "method": method_named(model.method).label,
+            "method": model.label,
             "parameters": num_params(model),
             "steps": max((x["step"] for x in run.metrics), default=config.get("steps")),
             "tokens per row": config.get("data", {}).get("seq_len"),

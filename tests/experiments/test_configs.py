@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import jax
 import pytest
@@ -27,6 +28,11 @@ RECIPES = [name for name in RUNS if name.endswith(("_340m.gin", "_760m.gin")) or
 CONTINUED = [name for name in RUNS if name.startswith("cpt/") and "/cpu/" not in name]
 
 
+METHOD_LABELS = {
+    **{"swa": "SWA", "full": "full attention", "ipttcd": "IP-TTCD", "ipttt": "IP-TTT"},
+    **{"ipttcd_ideal": "ideal IP-TTCD", "lact": "LaCT", "deltanet": "DeltaNet"},
+    **{"gated_deltanet": "Gated DeltaNet", "deltanet_hybrid": "SWA + DeltaNet"},
+}
 METHODS = ("swa", "full", "ipttt", "ipttcd", "deltanet", "gated_deltanet", "lact")
 # As published, or derived from what is: dim, heads, mlp_dim, rows of a batch, billions of tokens;
 # parameters by method.
@@ -62,7 +68,8 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
         start.plan_start(config)
     else:
         config = recipe(name)
-    if not name.startswith("cpt/") and not isinstance(config.data, RecordsConfig):  # the user's
+    is_users = name.startswith(("cpt/", "flagship/")) or isinstance(config.data, RecordsConfig)
+    if not is_users:  # files of records, or a tokenizer
         build.check(config)
     assert RunConfig.from_dict(config.to_dict()) == config
     assert f"--gin={name}" in header
@@ -70,6 +77,35 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
     assert stated, "the header states the number of parameters"
     unit, digits = {"K": 1e3, "M": 1e6, "B": 1e9}[stated[2]], len(stated[1].partition(".")[2])
     assert f"{num_params(config.model) / unit:.{digits}f}" == stated[1]
+
+
+# What a label says beyond its method: in the name of a file, in its first line.
+SAID = {
+    " + delta rule": ("delta", "delta rule"),
+    " + decay": ("forgetting", "that forgets"),
+    ", eta = 0": ("eta0", "writes nothing"),
+    ", no gap": ("no_gap", "equal windows"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "continue.gin"])
+def test_label_name_and_first_line_of_a_recipe_say_what_it_is(name):
+    model, stem = recipe(name).model, Path(name).stem
+    first, memory = (CONFIG_DIR / name).read_text().splitlines()[0], model.settings
+    facts = {x: getattr(memory, x, None) for x in ("eta", "corrects_errors", "half_lives")}
+    is_distilled, is_off = model.method.startswith("ipttcd"), facts["eta"] == 0
+    is_said = {
+        " + delta rule": bool(facts["corrects_errors"]) and not is_off,
+        " + decay": bool(facts["half_lives"]) and not is_off,
+        ", eta = 0": is_off,
+        ", no gap": is_distilled and model.window == model.student_window,
+    }
+    words = "".join(x for x in SAID if is_said[x])
+    assert model.label == f"{METHOD_LABELS[model.method]}{words}"
+    for word, (part, text) in SAID.items():
+        assert (text in first) == is_said[word], first
+        is_named = re.search(f"_{part}(_|$)", stem) is not None
+        assert is_named == is_said[word] or not stem.startswith(("ipttcd", "ipttt")), stem
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *CONTINUED])

@@ -79,13 +79,13 @@ def test_training_evaluates_as_the_command_keeps_the_best_and_changes_no_loss(fi
 def test_evaluation_writes_json_csv_and_a_picture(finished):
     run_dir, _ = finished
     output = commands.output("evaluate", f"--run_dir={run_dir}", "--task=recall", "--max_rows=8")
-    assert "IP-TTCD, fast weights on" in output
+    assert "IP-TTCD + delta rule, fast weights on" in output
     assert "off (eta = 0)" in output
     folder = run_dir / "eval" / "recall"
     assert {path.name for path in folder.iterdir()} == {"results.json", "results.csv", "recall.png"}
     assert (folder / "recall.png").read_bytes().startswith(b"\x89PNG")
     output = commands.output("evaluate", f"--run_dir={run_dir}", "--task=needle", "--batch_size=2")
-    assert "IP-TTCD, memory published" in output
+    assert "IP-TTCD + delta rule, memory published" in output
     needle = json.loads((run_dir / "eval" / "needle" / "results.json").read_text())
     kept, published = needle["series"].values()
     assert needle["chance"] == 1 / 4

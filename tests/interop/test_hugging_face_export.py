@@ -168,7 +168,7 @@ def test_an_import_that_gets_a_memory_starts_at_its_base(name, method, tmp_path)
     off = model.replace(memory=model.memory.switched_off(40))
     assert not np.array_equal(logits(model, moved), logits(off, moved))
     if name == "full":  # the delta rule computes its chunks in turn
-        corrected = grown("continued/ipttcd_corrected.gin", "BOOKS='books'")
+        corrected = grown("continued/ipttcd_delta.gin", "BOOKS='books'")
         assert distance(logits(*corrected), expected) < 1e-5
 
 
@@ -188,9 +188,10 @@ def test_a_trained_run_is_exported_with_tokenizer_and_evaluation(tmp_path):
         *("modeling_ttcd.py", "tokenizer.json", "tokenizer_config.json"),
     }
     card = (folder / "README.md").read_text()
-    for text in ("trust_remote_code=True", "| steps | 2 |", "## ppl: IP-TTCD", "| context |"):
+    rule = "IP-TTCD + delta rule"
+    for text in ("trust_remote_code=True", f"# {rule}, ", f"## ppl: {rule}", "| context |"):
         assert text in card
-    for text in ("| tokens in a row | 64 |", *interop.TRIED):
+    for text in ("| tokens in a row | 64 |", "| steps | 2 |", *interop.TRIED):
         assert text in card
     again = tmp_path / "again"
     commands.output(*IMPORT, folder, again)

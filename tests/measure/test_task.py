@@ -18,6 +18,7 @@ from ttcd_jax.errors import DataError, NonFiniteError, UserError
 from ttcd_jax.files import write_json
 from ttcd_jax.measure.results import evaluate, merged, read_all_results, read_results, task_sections
 from ttcd_jax.measure.task import RowTask, Subject, find_task, register, row_scores
+from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 from ttcd_jax.run.bindings import rebound
@@ -73,8 +74,8 @@ def toy():
     del TASKS["halves"]
 
 
-def _subject(run_dir, label=None):
-    model = randomize(Transformer, config_of("ipttcd", precision=Precision()))
+def _subject(run_dir, label=None, **changes):
+    model = randomize(Transformer, config_of("ipttcd", precision=Precision(), **changes))
     return Subject(model, None, {"type": "none"}, run_dir, label)
 
 
@@ -153,6 +154,24 @@ def test_runs_of_one_label_are_named_by_their_folders(result, tmp_path):
     assert [*found] == names
     assert [*read_all_results([folders[0]] * 2)] == [f"mine ({folders[0]})"]
     assert [[*x.series] for (x,) in found.values()] == [[f"{name}, long"] for name in names]
+
+
+def test_labels_say_the_rule_and_results_of_an_earlier_version_get_them(toy, tmp_path):
+    subject = _subject(tmp_path, memory=MemoryConfig(chunk_size=4, corrects_errors=True))
+    new = evaluate(toy(), subject, 7)
+    names = [f"IP-TTCD + delta rule, {x}" for x in ("fast weights on", "off (eta = 0)")]
+    assert [*new.series] == names
+    text = (file := new.write() / "results.json").read_text()
+    write_json(tmp_path / "config.json", {"model": subject.model.config.to_dict()})
+    for old, label in (("mine", "mine"), ("IP-TTCD", "IP-TTCD + delta rule")):
+        fields = json.loads(text.replace("IP-TTCD + delta rule", old))
+        write_json(file, {x: y for x, y in fields.items() if x != "method"})
+        expected = [x.replace("IP-TTCD + delta rule", label) for x in names]
+        assert [*read_results(file).series] == expected
+        assert [*read_all_results([tmp_path])] == [label]
+    assert evaluate(toy(), subject, 7).label == label  # as measured before
+    nothing = _subject(tmp_path, memory=MemoryConfig(chunk_size=4, eta=0.0), student_window=4)
+    assert [*nothing.variants()] == ["IP-TTCD, eta = 0, no gap"]  # nothing to switch off
 
 
 def test_a_bucket_may_be_a_number_and_results_are_there_before_pictures(

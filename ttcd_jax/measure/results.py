@@ -24,6 +24,8 @@ from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.page import Section, published
 from ttcd_jax.measure.task import Series, Subject, Task, find_task
+from ttcd_jax.methods import method_named
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.terminal import say
 
@@ -36,6 +38,7 @@ class _Header:
     """Fields of a file of results that are read as they are; earlier versions lack some."""
 
     label: str
+    method: str = ""  # the label of the model's method
     changes: str = ""  # of the trained model's configuration, in words
     options: dict  # of the task, JSON
     step: int = 0
@@ -102,6 +105,7 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     folder = folder or folder_name(task.name, subject.label or subject.changes)
     where = {"run_dir": Path(subject.run_dir).absolute(), "folder": folder, "step": step}
     model: Any = {"label": subject.name, "changes": subject.changes}
+    model["method"] = subject.model.config.label
     result = Results(task=type(task), options=task.to_dict(), **model, **where)
     old, path = _replaced(result), result.path / FILE
     rows = task.rows(subject)
@@ -192,7 +196,20 @@ def read_results(path: Path) -> Results:
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged ({error!r}): measure it again") from error
     where = {"run_dir": path.parents[2], "folder": path.parent.name}
-    return Results(task=task, **where, **header, measured_on=digests, facts=facts, series=series)
+    found = {"measured_on": digests, "facts": facts, "series": series}
+    return _of_todays_label(Results(task=task, **where, **header, **found))
+
+
+def _of_todays_label(result: Results) -> Results:
+    """Labels of earlier versions have the bare name of the run's method, not what it changes."""
+    file, old = result.run_dir / "config.json", result.label
+    if not result.method and file.exists():
+        model = TransformerConfig.from_dict(read_json(file).get("model", {}))
+        bare = method_named(model.method).label
+        if f"{old}, ".startswith(f"{bare}, "):
+            new = {"label": model.label + old[len(bare) :], "method": model.label}
+            return dataclasses.replace(result.renamed(old, new["label"]), **new)
+    return result
 
 
 def read_all_results(run_dirs: Sequence[Path]) -> dict[str, list[Results]]:

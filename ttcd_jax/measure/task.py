@@ -22,7 +22,6 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.pictures import Picture, plot_bars, plot_lines
 from ttcd_jax.measure.scorer import Scorer, Scores
-from ttcd_jax.methods import method_named
 from ttcd_jax.models.config import has_in_place_memory, switched_off
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.registry import Registry
@@ -48,14 +47,12 @@ class Subject(NamedTuple):
     @property
     def name(self) -> str:
         """The label of the model in tables and pictures."""
-        method = method_named(self.model.config.method).label
-        return self.label or (f"{method}, {self.changes}" if self.changes else method)
+        return self.label or ", ".join(filter(None, (self.model.config.label, self.changes)))
 
     def variants(self) -> dict[str, Transformer]:
-        """The model with its fast weights on and off (eta = 0), if they have a rate eta."""
-        config = self.model.config
-        off = switched_off(config, length=1)
-        if off is None or not has_in_place_memory(config):
+        """The model with its fast weights on and off (eta = 0), if they have a rate eta above 0."""
+        off = switched_off(config := self.model.config, length=1)
+        if off in (None, config) or not has_in_place_memory(config):
             return {self.name: self.model}
         params = nnx.to_pure_dict(nnx.state(self.model, nnx.Param))
         without = with_params(off, params)

@@ -42,6 +42,10 @@ class InPlaceSettings(Settings):
     eta: NonNegativeFloat = 0.3
     resets_at_document: bool = True
 
+    @property
+    def words(self) -> str:
+        return "" if self.eta else ", eta = 0"
+
     def switched_off(self, length: int) -> "InPlaceSettings":
         return self.replace(eta=0.0)
 
@@ -110,6 +114,11 @@ class PrefixSettings(InPlaceSettings):
         size = min(self.chunk_size, length)
         system = size * (mlp.hidden_dim + mlp.dim) + (size**2 - 1) / 3
         return proj + mlp.unit_flops(length) + 2 * length * system
+
+    @property
+    def words(self) -> str:
+        rules = {" + delta rule": self.corrects_errors, " + decay": self.half_lives}
+        return super().words or "".join(x for x, is_on in rules.items() if is_on)
 
     @property
     def is_linear_in_proj(self) -> bool:

@@ -8,7 +8,7 @@ its modules, and a module outside the package can register more.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from ttcd_jax.config import Config, Positive
 from ttcd_jax.errors import DataError
@@ -22,6 +22,8 @@ REQUIRED = object()  # the default of a key that has none
 
 class Settings(Config):
     """Base of the settings of methods, the type of `TransformerConfig.memory`."""
+
+    words: ClassVar[Any] = ""  # what they add to the method's label
 
     @classmethod
     def alternatives(cls) -> list[type[Config]]:

@@ -81,6 +81,15 @@ class TransformerConfig(ModelConfig):
         defaults = method_named(self.method).settings
         return self.memory if self.memory is not None or defaults is None else defaults()
 
+    @property
+    def label(self) -> str:
+        """The method in tables as its settings change it, "IP-TTCD + delta rule"; "no gap": the
+        student sees all that its teacher sees."""
+        words, sees = "" if self.settings is None else self.settings.words, self.student_window
+        if self.window is not None and sees >= self.window and layers_with_teacher(self):
+            words += ", no gap"
+        return method_named(self.method).label + words
+
 
 def block_configs(config: TransformerConfig) -> tuple[BlockConfig, ...]:
     method = method_named(config.method)

@@ -15,7 +15,6 @@ from ttcd_jax.files import read_json
 from ttcd_jax.interop.checkpoint import CONFIG
 from ttcd_jax.interop.hugging_face import MODELING, TRIED, export_hugging_face, is_own, text_files
 from ttcd_jax.interop.reference_config import export_reference
-from ttcd_jax.methods import method_named
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.run.directory import (
     IMPORTED,
@@ -65,17 +64,17 @@ def exported_run(
 
 
 def _card(directory: RunDirectory, config: TransformerConfig, step: int, count: int) -> str:
-    method, has_code = method_named(config.method), is_own(config)
+    has_code = is_own(config)
     flag = ", trust_remote_code=True" if has_code else ""
     notes = [f"Tried with transformers {', '.join(TRIED)}.", _NOTE, ""] if has_code else []
     lines = [
         "---",
         "library_name: transformers",
         "pipeline_tag: text-generation",
-        f"tags: [ttcd_jax, {method.name}]",
+        f"tags: [ttcd_jax, {config.method}]",
         "---",
         "",
-        f"# {method.label}, {count:,} parameters",
+        f"# {config.label}, {count:,} parameters",
         "",
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",

@@ -23,7 +23,6 @@ from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import lock, read_json, write_whole
 from ttcd_jax.measure.page import Section
 from ttcd_jax.measure.pictures import COLOURS, MARKERS, Picture, save_figure
-from ttcd_jax.methods import METHODS
 from ttcd_jax.models.config import TransformerConfig
 
 # The methods with published scores, and the two without a memory.
@@ -244,10 +243,10 @@ def tables(records: Sequence[Record]) -> str:
 def score_table(records: Sequence[Record]) -> list[Row]:
     """A row per method, a column per task: macro accuracy / micro accuracy (published macro
     accuracy). The mean is over the tasks that have a score."""
-    rows, found = {}, scores(records)
+    rows, found, labels = {}, scores(records), _labels(records)
     names = [*dict.fromkeys(task for task, _ in found), "mean"]
     for method in (x for x in MAD_METHODS if any(x in pair for pair in found)):
-        rows[method] = row = {"method": METHODS[method].label} | dict.fromkeys(names, "-")
+        rows[method] = row = {"method": labels[method]} | dict.fromkeys(names, "-")
         own = {task: found[task, method].means for task in names if (task, method) in found}
         accuracies = ("macro_accuracy", "micro_accuracy")
         own = {task: [100 * x[name] for name in accuracies] for task, x in own.items() if x}
@@ -264,10 +263,10 @@ def score_table(records: Sequence[Record]) -> list[Row]:
 def memory_table(records: Sequence[Record]) -> list[Row]:
     """A row per task and method with a memory that can be switched off: accuracy with it on and
     off (macro, percent), and by layer |eta S| / |W_base|, beta, and the keys' effective rank."""
-    rows = []
+    rows, labels = [], _labels(records)
     for (task, method), (means, _) in scores(records).items():
         if "macro_accuracy_off" in means:
-            row = {"task": task, "method": METHODS[method].label}
+            row = {"task": task, "method": labels[method]}
             for title, name in (("on", "macro_accuracy"), ("off", "macro_accuracy_off")):
                 row[title] = f"{100 * means[name]:.1f}"
             for title, name in _BY_LAYER.items():
@@ -305,6 +304,10 @@ def footnotes(records: Sequence[Record]) -> list[str]:
     ]
 
 
+def _labels(records: Sequence[Record]) -> dict[str, str]:
+    return {x.method: x.model.label for x in records}
+
+
 def _span(found: Sequence[Any], name: str) -> str:
     values = [*map(operator.attrgetter(name), found)]
     return " to ".join(f"{x:,}" for x in dict.fromkeys((min(values), max(values))))
@@ -318,7 +321,7 @@ def _values(found: Sequence[Any], name: str) -> str:
 def draw_curves(path: Path, records: Sequence[Record]) -> None:
     """A PNG with a panel per task: macro accuracy on the test rows by step, a line per method; at
     the right edge, hollow, the published scores at full budget."""
-    found = scores(records)
+    found, labels = scores(records), _labels(records)
     tasks = [*dict.fromkeys(task for task, _ in found)]
     num_rows = -(-len(tasks) // _COLUMNS)
 
@@ -331,7 +334,7 @@ def draw_curves(path: Path, records: Sequence[Record]) -> None:
             look = {"color": COLOURS[index], "marker": MARKERS[index]}
             if len(curve):
                 (line,) = axes.plot(curve[:, 0], 100 * curve[:, 1], markersize=4, **look)
-                legend.setdefault(METHODS[method].label, line)
+                legend.setdefault(labels[method], line)
             if len(curve) and method in PUBLISHED:
                 score, right = PUBLISHED[method][task], 1.04 * curve[-1, 0]
                 axes.plot([right], [score], clip_on=False, **look, **_HOLLOW)

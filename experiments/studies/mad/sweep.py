@@ -171,7 +171,7 @@ def mad_config(
     others, or `window`; the student's and the chunk are half of it.
 
     Methods are as published for training from scratch. With `corrects_errors` IP-TTCD is that of
-    method/ipttcd_corrected.gin. The publication of LaCT does not specify its initial state: here
+    method/ipttcd_delta.gin. The publication of LaCT does not specify its initial state: here
     full matrices, one fast head per attention head, no Muon.
     """
     window = window or (16 if task.task in ("compression", "memorization") else 32)

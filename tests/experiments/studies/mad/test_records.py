@@ -56,6 +56,10 @@ def test_a_score_is_the_mean_over_settings_of_the_best_run():
         *(("compression", "50.0 / 25.0 (50.0)"), ("mean", "70.0 (69.5)")),
     ]
     assert (swa["compression"], swa["memorization"], swa["mean"]) == ("25.0 / 12.5", "-", "25.0")
+    model = mad_config("ipttcd", RECORDS[0].data, corrects_errors=True)
+    found = [WITH_MEMORY.replace(model=model)]
+    for (row,) in (records.score_table(found), records.memory_table(found)):
+        assert row["method"] == "IP-TTCD + delta rule"
 
 
 def test_seeds_are_averaged_before_the_best_is_taken():
