@@ -140,10 +140,12 @@ def in_place_reads(settings, params: dict, x, t, ids) -> tuple[list[Read], jax.A
                 return (teacher, *views), (student, None, None)
             z_out = {"teacher": teacher, "teacher_raw": z[p], "student": student}[settings.output]
             key = _unit(student) if settings.normalizes_keys else student
-            error, rate = (teacher - student) @ w, 1.0
+            written = {"difference": teacher - student, "teacher": teacher, "student": student}
+            error, rate = written[settings.error] @ w, 1.0
             error = _unit(error) if settings.normalizes_errors else error
             if "rate" in params:
-                rate = 1 / (1 + jnp.exp(-(t[p] @ params["rate"])))
+                view = {"student": t, "teacher": x}[settings.gate]
+                rate = 1 / (1 + jnp.exp(-(view[p] @ params["rate"])))
                 error = rate * error
         error = error @ params["proj"] if "proj" in params else error
         return (z_out, *views), (key, error, rate)
