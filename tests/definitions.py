@@ -140,8 +140,7 @@ def in_place_reads(settings, params: dict, x, t, ids) -> tuple[list[Read], jax.A
                 return (teacher, *views), (student, None, None)
             z_out = {"teacher": teacher, "teacher_raw": z[p], "student": student}[settings.output]
             key = _unit(student) if settings.normalizes_keys else student
-            written = {"difference": teacher - student, "teacher": teacher, "student": student}
-            error, rate = written[settings.error] @ w, 1.0
+            error, rate = _written(settings, teacher, student) @ w, 1.0
             error = _unit(error) if settings.normalizes_errors else error
             if "rate" in params:
                 view = {"student": t, "teacher": x}[settings.gate]
@@ -175,6 +174,11 @@ def in_place_reads(settings, params: dict, x, t, ids) -> tuple[list[Read], jax.A
             states[d] = _ended(settings, w, base, total + delta, count + 1)
     base, total, _ = states[document[-1]]
     return [reads[p] for p in range(T)], _held(settings, w, base + settings.eta * total)
+
+
+def _written(settings, teacher, student):
+    """The features of which the error is made."""
+    return {"difference": teacher - student, "teacher": teacher, "student": student}[settings.error]
 
 
 def _convolved(settings, document, vectors, taps, p):

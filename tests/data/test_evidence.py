@@ -74,8 +74,8 @@ def test_keys_values_and_fillers_are_drawn_evenly():
 def test_needles_are_facts_whose_questions_come_after_the_facts_of_others():
     rows = CONFIG.needles(seed=3, num_rows=5, num_needles=2, num_tokens=40)
     assert (rows.facts.shape, rows.haystack.shape) == ((5, 32), (5, 48))  # whole facts
-    assert rows.questions.shape == (5, 2, 4)
-    assert {*rows.questions[..., :3].ravel().tolist()} <= {*FILLERS}
+    assert rows.questions.shape == (5, 2, 32 + 4)
+    assert {*rows.questions[..., :-1].ravel().tolist()} <= {*FILLERS}
     for facts, haystack, questions, values in zip(*map(np.ndarray.tolist, rows), strict=True):
         keys = [question[-1] for question in questions]
         assert [x for x in facts if x in KEYS] == keys

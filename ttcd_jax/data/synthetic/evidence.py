@@ -66,7 +66,7 @@ class EvidenceConfig(SyntheticConfig):
         )
         facts = self.facts(rng, keys, self.num_keys + values)
         between = self._fillers(rng, 1, self.num_between)
-        questions = self.questions(rng, keys[:, asked[0]]).reshape(1, -1)
+        questions = self.questions(rng, keys[:, asked[0]], is_far=True).reshape(1, -1)
         tokens = np.hstack([facts, between, questions])[0]
         places = np.flatnonzero(tokens < self.num_keys)
         is_value = (self.num_keys <= tokens) & (tokens < super().vocab_size)
@@ -82,8 +82,12 @@ class EvidenceConfig(SyntheticConfig):
         np.put_along_axis(facts, self.gap_max - gaps, values[..., None], axis=2)
         return facts.reshape(len(keys), -1)
 
-    def questions(self, rng: np.random.Generator, keys: np.ndarray) -> np.ndarray:
-        before = self._fillers(rng, *keys.shape, self.num_before)
+    def questions(
+        self, rng: np.random.Generator, keys: np.ndarray, is_far: bool = False
+    ) -> np.ndarray:
+        """Far from all values, if they are not already."""
+        size = self.num_before + (0 if is_far else self.num_between)
+        before = self._fillers(rng, *keys.shape, size)
         return np.concatenate([before, super().questions(rng, keys)], axis=2)
 
     def _fillers(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
