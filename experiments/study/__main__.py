@@ -3,7 +3,6 @@
     python -m experiments.study --gin=study/language.gin [--param="BOOKS='FOLDER'" ...]
                                 [--run_dir=DIR] [--only=NAME ...]
 
-Recipes on rows that are drawn (evidence, recall) are compared on other such rows.
 --param binds fields of the study and of its evaluations (StudyConfig.seeds=(3,)), any other one
 those of all recipes. Every run has a folder DIR/NAME-SEED; the same command continues after an
 interruption and computes what is missing. At the end it prints the tables and writes

@@ -37,8 +37,7 @@ from ttcd_jax.run.directory import RunDirectory, load_run
 from ttcd_jax.units import printable
 
 type Measured = dict[str, dict[int, Series[Any]]]  # by recipe and seed
-# Folders of pieces by the name of their corpus; None for rows that an evaluation draws.
-type Texts = dict[str, Path | None]
+type Texts = dict[str, Path | None]  # folders of pieces by the name of their corpus; None: drawn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

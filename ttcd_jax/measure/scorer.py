@@ -156,9 +156,7 @@ class Scorer:
         found = self._answers("generate", sizes, (repr(part).encode() for part in parts), answers)
         return [text.tobytes().decode(errors="surrogatepass") for (text,) in found]
 
-    def _scores(
-        self, ids: Rows, starts: Sequence[int], targets: Rows | None = None
-    ) -> list[Scores]:
+    def _scores(self, ids: Rows, starts: list[int], targets: Rows | None = None) -> list[Scores]:
         """The scores of the tokens of every row after that at its start. What is before a start is
         read once for all rows that begin so, if it is long, or there are many."""
         groups: dict[Any, list[int]] = {}
@@ -276,9 +274,7 @@ class Scorer:
     def _state(self, num_rows: int, most: int) -> InferenceState:
         return states.start_state(self.inference, num_rows, max_length=self._capacity(most))
 
-    def _streamed(
-        self, rows: Rows, reads: Sequence[int], groups: Any, num_rows: int
-    ) -> list[Answer]:
+    def _streamed(self, rows: Rows, reads: list[int], groups: Any, num_rows: int) -> list[Answer]:
         """The scores of `groups` (indices) of rows [T, 2] from their `reads` on, the number of
         tokens that all of a group begin with; those of a group one after the other."""
         state = self._state(num_rows, max(len(rows[i]) + 1 for group in groups for i in group))

@@ -1,5 +1,4 @@
-"""Accuracy of values that a row stated, by distance back to them: in one pass, and after a
-haystack."""
+"""Accuracy of stated values by distance back to them: in one pass, and after a haystack."""
 
 import dataclasses
 import itertools
@@ -59,10 +58,16 @@ class OnDrawnData(Task):
         return self.data_of(subject).chance_accuracy
 
 
-class ByDistance(OnDrawnData, RowTask[DistanceAccuracy]):
-    """Accuracy at questions by the distance back to their value."""
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recall(OnDrawnData, RowTask[DistanceAccuracy]):
+    """Accuracy at queries by the distance back to their value."""
 
+    name = "recall"
+    title = "Recall accuracy by distance"
     x_label = "distance from the query back to the value (tokens)"
+    rank = 45
+    data = RecallConfig
 
     def source(self, subject: Subject) -> SyntheticRows:
         return SyntheticRows(self.data_of(subject), seed=HELD_OUT, num_rows=self.max_rows)
@@ -74,20 +79,8 @@ class ByDistance(OnDrawnData, RowTask[DistanceAccuracy]):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recall(ByDistance):
-    """Accuracy at queries by the distance back to their value."""
-
-    name = "recall"
-    title = "Recall accuracy by distance"
-    rank = 45
-    data = RecallConfig
-
-
-@register
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Evidence(ByDistance):
-    """Accuracy at keys by the distance back to their value: where it is stated, in the teacher's
-    window, and where it is asked for, beyond it. Chance knows which values the row has."""
+class Evidence(Recall):
+    """Accuracy at keys by the distance back to their value. Chance knows which values a row has."""
 
     name = "evidence"
     title = "Evidence: accuracy by distance"
@@ -95,7 +88,7 @@ class Evidence(ByDistance):
     data = EvidenceConfig
 
     def chance(self, subject: Subject) -> float:
-        return EvidenceConfig.from_dict(subject.data).known_values_accuracy
+        return 1 / EvidenceConfig.from_dict(subject.data).num_facts
 
 
 @register
@@ -169,8 +162,7 @@ def read_back(
 ) -> list[DistanceAccuracy]:
     """Accuracy at the needles of a prompt after each of `distances` tokens of haystack, at most all
     of it, read one by one or in one pass."""
-    parts = needles.facts, needles.haystack, needles.questions
-    max_length = sum(part.shape[-1] for part in parts)
+    max_length = sum(part.shape[-1] for part in needles[:3])
     state = start_state(model, len(needles.facts), max_length=max_length)
     _, state = prefill(model, state, needles.facts, memory=memory)
     records, read = [], 0

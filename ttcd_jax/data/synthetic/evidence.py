@@ -1,14 +1,12 @@
 """Evidence: the value stands before its key, where only the longer window sees it.
 
-A row states facts, then asks for their keys. A fact is `. . v . . . k .`, gap_max + 2 tokens: a
-value, gap_min .. gap_max tokens after it the key, and fillers. At a key a window as long as a fact
-sees its value and no other, one of gap_min tokens none. The value never follows its key: a memory
-of which token followed which does not store it. A question is a key after fillers; its target is
-the value, and the row goes on without it. num_between fillers hold all questions beyond the reach
-of attention: a memory has to bind what the long window sees to what the short one will see again.
-
-The keys and the values of a row are drawn without replacement: who knows which values it has, and
-not whose, is right in 1 / num_facts of the questions; who does not, in 1 / num_values.
+A row states facts, `. . v . . . k .`, then asks for their keys. At a key a window as long as a fact
+sees its value and no other, one of gap_min tokens none; the value never follows its key, so a
+memory of which token followed which does not store it. A question is a key after fillers; its
+target is the value, and the row goes on without it. num_between fillers hold all questions beyond
+the reach of attention: a memory has to bind what the long window sees to what the short one will
+see again. Keys and values of a row are drawn without replacement: who knows which values it has,
+and not whose, is right in 1 / num_facts of the questions; who does not, in 1 / num_values.
 """
 
 import dataclasses
@@ -17,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from ttcd_jax.config import NonNegative, Positive
-from ttcd_jax.data.synthetic.rows import SyntheticConfig
+from ttcd_jax.data.synthetic.rows import Fields, Rng, SyntheticConfig
 from ttcd_jax.errors import UserError
 
 
@@ -53,12 +51,7 @@ class EvidenceConfig(SyntheticConfig):
     def vocab_size(self) -> int:
         return super().vocab_size + self.num_fillers
 
-    @property
-    def known_values_accuracy(self) -> float:
-        """Accuracy of guessing among the values of the row."""
-        return 1 / self.num_facts
-
-    def row(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def row(self, rng: Rng) -> Fields:
         """The keys of facts are questions as well, whose values the long window sees."""
         keys, values, asked = (
             rng.permutation(size)[None, : self.num_facts]
@@ -75,20 +68,17 @@ class EvidenceConfig(SyntheticConfig):
         targets[places], distance[places] = tokens[stated], places - stated
         return tokens, targets, distance
 
-    def facts(self, rng: np.random.Generator, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def facts(self, rng: Rng, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
         facts = self._fillers(rng, *keys.shape, self.fact_size)
         gaps = rng.integers(self.gap_min, self.gap_max + 1, size=(*keys.shape, 1))
         facts[..., self.gap_max] = keys
         np.put_along_axis(facts, self.gap_max - gaps, values[..., None], axis=2)
         return facts.reshape(len(keys), -1)
 
-    def questions(
-        self, rng: np.random.Generator, keys: np.ndarray, is_far: bool = False
-    ) -> np.ndarray:
+    def questions(self, rng: Rng, keys: np.ndarray, is_far: bool = False) -> np.ndarray:
         """Far from all values, if they are not already."""
-        size = self.num_before + (0 if is_far else self.num_between)
-        before = self._fillers(rng, *keys.shape, size)
+        before = self._fillers(rng, *keys.shape, self.num_between * (not is_far) + self.num_before)
         return np.concatenate([before, super().questions(rng, keys)], axis=2)
 
-    def _fillers(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
+    def _fillers(self, rng: Rng, *shape: int) -> np.ndarray:
         return rng.integers(super().vocab_size, self.vocab_size, size=shape, dtype=np.int32)

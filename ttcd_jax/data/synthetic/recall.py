@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from ttcd_jax.config import AtLeast
-from ttcd_jax.data.synthetic.rows import SyntheticConfig
+from ttcd_jax.data.synthetic.rows import Fields, Rng, SyntheticConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class RecallConfig(SyntheticConfig):
         """T = 2 * num_slots - 1: the last value is only a target."""
         return 2 * self.num_slots - 1
 
-    def row(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def row(self, rng: Rng) -> Fields:
         value_of = self.num_keys + rng.integers(self.num_values, size=self.num_keys)
         keys = rng.integers(self.num_keys, size=self.num_slots)
         sequence = self.facts(rng, keys[None], value_of[keys][None])[0]
@@ -39,5 +39,5 @@ class RecallConfig(SyntheticConfig):
         distance[2 * now] = 2 * now - (2 * before + 1)
         return sequence[:-1], sequence[1:], distance
 
-    def facts(self, rng: np.random.Generator, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def facts(self, rng: Rng, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
         return np.stack([keys, values], axis=2).astype(np.int32).reshape(len(keys), -1)

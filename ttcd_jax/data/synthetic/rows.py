@@ -11,6 +11,8 @@ from ttcd_jax.data.pipeline import ENDLESS
 from ttcd_jax.errors import UserError
 
 HELD_OUT = 1_000_003  # the seed of evaluations: differs from any training seed of a few digits
+Rng = np.random.Generator
+Fields = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Needles(NamedTuple):
@@ -43,15 +45,15 @@ class SyntheticConfig(Config, abc.ABC):
         return 1 / self.num_values
 
     @abc.abstractmethod
-    def row(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def row(self, rng: Rng) -> Fields:
         """(tokens, targets, distance) [T] int32; `distance` counts the positions from a question
         back to its value, 0 where nothing is asked."""
 
     @abc.abstractmethod
-    def facts(self, rng: np.random.Generator, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def facts(self, rng: Rng, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
         """The tokens [B, N fact_size] int32 of facts [B, N]."""
 
-    def questions(self, rng: np.random.Generator, keys: np.ndarray) -> np.ndarray:
+    def questions(self, rng: Rng, keys: np.ndarray) -> np.ndarray:
         """The tokens [B, N, Q] int32 that ask for keys [B, N]: these alone, or at their end."""
         return keys[..., None].astype(np.int32)
 
@@ -79,9 +81,8 @@ class SyntheticConfig(Config, abc.ABC):
 
 
 class SyntheticRows:
-    """A random-access source of `num_rows` rows; row i is a pure function of (seed, i). Fields [T]
-    as in `ttcd_jax.data.packing`, without segment ids, and `distance`; `loss_mask` is True where
-    it is above 0."""
+    """A random-access source of `num_rows` rows; row i is a pure function of (seed, i). Fields as
+    in `ttcd_jax.data.packing`, without segment ids, and `distance`; `loss_mask` is where it is."""
 
     def __init__(self, config: SyntheticConfig, *, seed: int, num_rows: int) -> None:
         self.config, self._seed, self._num_rows = config, seed, num_rows
@@ -94,5 +95,5 @@ class SyntheticRows:
             raise IndexError(f"row {index} of {self._num_rows}")
         tokens, targets, distance = self.config.row(np.random.default_rng([self._seed, index]))
         fields = {"tokens": tokens, "targets": targets, "distance": distance}
-        positions = np.arange(len(tokens), dtype=np.int32)
-        return fields | {"positions": positions, "loss_mask": distance > 0}
+        places = np.arange(tokens.size, dtype=np.int32)
+        return fields | {"positions": places, "loss_mask": distance > 0}
