@@ -27,18 +27,18 @@ help: ## this list
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch .venv
 
-quickstart: .venv ## train and evaluate on text and on recall, make the page (STEPS=20: short)
+quickstart: .venv ## train and evaluate on text and on evidence, make the page (STEPS=20: short)
 	$(LAUNCH) --gin=quickstart.gin --run_dir=$(RUNS)/text
 	$(EVALUATE) --run_dir=$(RUNS)/text --task=ppl --seq_len=4096
 	$(LAUNCH) --gin=quickstart.gin --param="include 'method/swa.gin'" --run_dir=$(RUNS)/text_swa
 	$(EVALUATE) --run_dir=$(RUNS)/text_swa --task=ppl --seq_len=4096
-	$(LAUNCH) --gin=recall.gin --run_dir=$(RUNS)/recall
-	$(EVALUATE) --run_dir=$(RUNS)/recall --task=recall
-	$(EVALUATE) --run_dir=$(RUNS)/recall --task=needle --by=prefill --distances=64,256,1024,4096,16384
-	$(LAUNCH) --gin=recall_swa.gin --run_dir=$(RUNS)/recall_swa
-	$(EVALUATE) --run_dir=$(RUNS)/recall_swa --task=recall
+	$(LAUNCH) --gin=evidence.gin --run_dir=$(RUNS)/evidence
+	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=evidence
+	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=needle --by=prefill --distances=64,256,1024,4096,12288
+	$(LAUNCH) --gin=evidence_no_gap.gin --run_dir=$(RUNS)/evidence_no_gap
+	$(EVALUATE) --run_dir=$(RUNS)/evidence_no_gap --task=evidence --label='IP-TTCD, no gap'
 	@$(PYTHON) -m experiments.report --output=$(RUNS) --run_dir=$(RUNS)/text \
-	  --run_dir=$(RUNS)/text_swa --run_dir=$(RUNS)/recall_swa --run_dir=$(RUNS)/recall \
+	  --run_dir=$(RUNS)/text_swa --run_dir=$(RUNS)/evidence_no_gap --run_dir=$(RUNS)/evidence \
 	  --next='the page: open $(RUNS)/index.html' \
 	  --next='your own text: .venv/bin/python -m experiments.launch --gin=text.gin --param="TEXT='"'FOLDER'"'"' \
 	  --next='the same at another length: $(EVALUATE) --run_dir=$(RUNS)/text --task=ppl --seq_len=2048' \

@@ -3,7 +3,7 @@
     python -m experiments.evaluate --run_dir=DIR --task=ppl [--text=PATH] [--seq_len=N] [--step=N]
     python -m experiments.evaluate --run_dir=DIR --task=final_block|position|recurrence
                                    [--text=PATH | --manifest=FILE]
-    python -m experiments.evaluate --run_dir=DIR --task=recall|needle
+    python -m experiments.evaluate --run_dir=DIR --task=evidence|recall|needle
                                    [--mesh=data=2,seq=2] [--distributed=slurm]
                                    [--param=TransformerConfig.window=8192 ...] [--label=NAME]
 
@@ -12,8 +12,8 @@ any text file or folder. final_block: perplexity of the last tokens of documents
 the context before them, as published; position: loss by position; recurrence: loss on tokens that
 complete an n-gram seen before. ruler: the 13 tasks of RULER. babilong: BABILong's qa1 to qa5.
 harness: tasks of lm-evaluation-harness, such as --tasks=hellaswag,mmlu with --data=FOLDER. recall:
-accuracy by the distance to the key, for runs on recall data. needle: accuracy of values of the
-prompt that are queried after --distances=16,512 decoded tokens, with the memory kept on while
+and evidence: accuracy by the distance to the value, for runs on such data. needle: that of
+values in the prompt, queried after --distances=16,512 decoded tokens, with the memory kept on while
 decoding and, as in the published code, off, or after tokens read in one pass (--by=prefill). In the
 others a method with a memory is measured with its fast weights on and off (eta = 0). Every task is
 a file in ttcd_jax/tasks with its options and --batch_size=N; docs/evaluation.md describes them.

@@ -114,7 +114,7 @@ def in_place(settings, params: dict, x, t, ids):
 
 
 def in_place_reads(settings, params: dict, x, t, ids) -> tuple[list[Read], jax.Array]:
-    T, w, is_target = len(x), params["down"], hasattr(settings, "target")
+    T, w, b, is_target = len(x), params["down"], params.get("rate"), hasattr(settings, "target")
     is_ideal = not hasattr(settings, "has_proj")
     corrects = not is_ideal and settings.corrects_errors
     document = ids if settings.resets_at_document else 0 * ids
@@ -140,15 +140,15 @@ def in_place_reads(settings, params: dict, x, t, ids) -> tuple[list[Read], jax.A
                 return (teacher, *views), (student, None, None)
             z_out = {"teacher": teacher, "teacher_raw": z[p], "student": student}[settings.output]
             key = _unit(student) if settings.normalizes_keys else student
-            error, rate = (teacher - student) @ w, 1.0
+            error, rate = _written(settings, teacher, student) @ w, 1.0
             error = _unit(error) if settings.normalizes_errors else error
             if "rate" in params:
-                rate = 1 / (1 + jnp.exp(-(t[p] @ params["rate"])))
+                rate = 1 / (1 + jnp.exp(-({"student": t, "teacher": x}[settings.gate][p] @ b)))
                 error = rate * error
         error = error @ params["proj"] if "proj" in params else error
         return (z_out, *views), (key, error, rate)
 
-    z, z_s = [features(x[p]) for p in range(T)], [features(t[p]) for p in range(T)]
+    z, z_s = ([features(h[p]) for p in range(T)] for h in (x, t))
     found, reads = [read_and_written(p) for p in range(T)], {}
     states = {d: (w, jnp.zeros_like(w), 0) for d in document.tolist()}
     for first in range(0, T, settings.chunk_size):
@@ -173,6 +173,11 @@ def in_place_reads(settings, params: dict, x, t, ids) -> tuple[list[Read], jax.A
             states[d] = _ended(settings, w, base, total + delta, count + 1)
     base, total, _ = states[document[-1]]
     return [reads[p] for p in range(T)], _held(settings, w, base + settings.eta * total)
+
+
+def _written(settings, teacher, student):
+    """The features of which the error is made."""
+    return {"difference": teacher - student, "teacher": teacher, "student": student}[settings.error]
 
 
 def _convolved(settings, document, vectors, taps, p):

@@ -8,7 +8,7 @@ import operator
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from experiments.report.sections import Run, run_rows, training_sections
 from ttcd_jax.config import DISTINCT, Config, NonNegative, Positive
 from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
+from ttcd_jax.data.synthetic.rows import SyntheticConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.measure import by_document
@@ -36,7 +37,7 @@ from ttcd_jax.run.directory import RunDirectory, load_run
 from ttcd_jax.units import printable
 
 type Measured = dict[str, dict[int, Series[Any]]]  # by recipe and seed
-type Texts = dict[str, Path]  # folders of pieces by the name of their corpus
+type Texts = dict[str, Path | None]  # folders of pieces by the name of their corpus; None: drawn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,8 @@ class StudyConfig(Config):
     base of all differences; each is trained with all `seeds`, those of `once` with the first.
 
     All are evaluated by `evaluations` on the held-out text of every corpus they are trained on, cut
-    into pieces of `piece_bytes`, at most `max_pieces` of them, taken evenly.
+    into pieces of `piece_bytes`, at most `max_pieces` of them, taken evenly; where they are trained
+    on rows that are drawn, on other such rows.
     """
 
     recipes: Annotated[tuple[str, ...], DISTINCT]
@@ -95,6 +97,8 @@ def held_out_texts(config: StudyConfig, params: Sequence[str], path: Path) -> Te
     for file in config.files().values():
         if load(file).data != data:
             raise UserError(f"the recipes of a study have one data configuration, {file} another")
+    if isinstance(data, SyntheticConfig):
+        return {data.kind: None}
     for part in data.parts if isinstance(data, MixtureConfig) else (data,):
         if not isinstance(part, TextConfig):
             raise UserError(f"a study is evaluated on text, not on {type(part).__name__}")
@@ -113,9 +117,9 @@ def held_out_texts(config: StudyConfig, params: Sequence[str], path: Path) -> Te
         # A cut may be inside a character.
         shown = [pieces[index].decode(errors="ignore") for index in chosen]
         write_json(path / "study.json", config.to_dict())  # so that these are no run's documents
-        texts[name] = path / "texts" / f"{name}-{digest(shown)[:12]}"
+        texts[name] = folder = path / "texts" / f"{name}-{digest(shown)[:12]}"
         for number, text in enumerate(shown):
-            write_whole(texts[name] / f"{number:03}.txt", text)
+            write_whole(folder / f"{number:03}.txt", text)
     return texts
 
 
@@ -131,7 +135,8 @@ def compute(
         accepted_changes(folder, directory.read_config(), wanted.to_dict(), None)
     missing = []
     for task, text in itertools.product(config.evaluations, texts):
-        task = task.replace(text=str(texts[text]))
+        if (pieces := texts[text]) is not None:
+            task = task.replace(text=str(pieces))
         results = results_file(folder, task, name, text)
         found: Any = read_json(results) if results.exists() else {}
         if found.get("options") != task.to_dict():
@@ -192,6 +197,8 @@ def _sections(task: Task, text: str, measured: Measured, output: Path) -> list[S
         for label in next(iter(seeds.values())):
             united[label] = [record for series in seeds.values() for record in series[label]]
     if not isinstance(task, DocumentTask):
+        if any(len(seeds) > 1 for seeds in measured.values()):
+            return [Section(f"{title}: every seed", _by_seed(measured, kind.numbers))]
         return [Section(title, kind.table(united), _pictures(kind, united, output))]
     assert issubclass(kind, DocumentTask)
     base, by_key = next(iter(measured)), operator.attrgetter(kind.key)
@@ -209,7 +216,7 @@ def _sections(task: Task, text: str, measured: Measured, output: Path) -> list[S
         table = _rows({label: differences(*pair, by_key) for label, pair in pairs.items()})
         name = f"{title}: nats per token, less {base}"
         found.append(Section(name, table, [Picture(picture, sentence)]))
-    return [*found, Section(f"{title}: every seed, all tokens", _by_seed(measured))]
+    return [*found, Section(f"{title}: every seed, all tokens", _by_seed(measured, _all_tokens))]
 
 
 def _pictures(kind: type[Task], series: Series[Any], output: Path) -> list[Picture]:
@@ -230,15 +237,21 @@ def _of_seeds(base: dict[int, Series[Any]], seeds: dict[int, Series[Any]]) -> li
     return [record for seed in seeds if seed in base for record in base[seed][label]]
 
 
-def _by_seed(measured: Measured) -> list[Row]:
-    """Nats per token over all records, by recipe and seed, and their standard deviation."""
+def _by_seed(measured: Measured, numbers: Callable[[Series[Any]], dict[str, float]]) -> list[Row]:
+    """The `numbers` of every label by seed, their mean and standard deviation."""
     rows = []
     for seeds in measured.values():
         for label in next(iter(seeds.values())):
-            found = {f"seed {seed}": series[label] for seed, series in seeds.items()}
-            curves, _ = by_document.means_of(found, lambda x: None if x.document is None else 0)
-            means = {name: float(x.mean[0]) for name, (_, x) in curves.items()}
-            spread = statistics.stdev(means.values()) if len(means) > 1 else None
-            mean = statistics.mean(means.values())
-            rows.append({"recipe": label} | means | {"mean": mean, "deviation": spread})
+            found = {f"seed {x}": numbers({label: series[label]}) for x, series in seeds.items()}
+            for name in dict.fromkeys(itertools.chain(*found.values())):
+                values = {seed: given[name] for seed, given in found.items() if name in given}
+                spread = statistics.stdev(values.values()) if len(values) > 1 else None
+                mean = statistics.mean(values.values())
+                rows.append({"recipe": name} | values | {"mean": mean, "deviation": spread})
     return rows
+
+
+def _all_tokens(series: Series[Any]) -> dict[str, float]:
+    """Nats per token over all records, by label."""
+    curves, _ = by_document.means_of(series, lambda x: None if x.document is None else 0)
+    return {name: float(x.mean[0]) for name, (_, x) in curves.items()}

@@ -28,19 +28,21 @@ SMALL = {
     "babilong": ("--lengths=1k", "--samples=1", "--tasks=qa1"),
     "harness": ("--tasks=hellaswag", "--data=HERE"),
     "recall": ("--max_rows=8",),
+    "evidence": ("--max_rows=8",),
     "needle": ("--batch_size=2", "--distances=16,64"),
     "gap": ("--windows=4", "--layers=0", "--length=100", "--max_documents=2"),
     "stream": ("--window=4", "--length=100", "--max_documents=2"),
 }
-RUNS = dict.fromkeys(("recall", "needle"), "recall") | {"stream": "swa"}
+RUNS = {"recall": "recall", "evidence": "evidence", "needle": "evidence", "stream": "swa"}
 
 
 def test_every_task_runs_from_its_options_to_the_page(tmp_path):
     """The first by the command itself, the others in this process, which is faster."""
     subjects = {}
-    changes = {"quickstart": (), "recall": (), "swa": ("include 'method/swa.gin'",)}
+    changes = dict.fromkeys(("quickstart", "recall", "evidence"), ())
+    changes |= {"swa": ("include 'method/swa.gin'",)}
     for name, given in changes.items():
-        run_dir, gin = tmp_path / name, "recall" if name == "recall" else "quickstart"
+        run_dir, gin = tmp_path / name, name if name != "swa" else "quickstart"
         flags = tiny_run.flags(f"{gin}.gin", "STEPS=2", *given)
         commands.output("launch", *flags, f"--run_dir={run_dir}")
         run, data = load_run(run_dir), RunDirectory(run_dir).read_part("data")

@@ -20,6 +20,7 @@ from ttcd_jax.files import write_whole
 from ttcd_jax.measure.by_document import means_over_documents
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.directory import RunDirectory
+from ttcd_jax.tasks.recall import Evidence
 
 INCLUDED = ("data/text_bytes.gin", "train/adamw_short.gin")
 BINDINGS = (
@@ -130,6 +131,44 @@ def test_tables_are_means_of_seeds_and_paired_differences(computed):
     page = (path / "index.html").read_text()
     assert page.count("<img") == 7
     assert "other, off (eta = 0)" in page
+
+
+DRAWN = (
+    *("RunConfig.data=@EvidenceConfig()", "EvidenceConfig.num_facts=2", "STEPS=1"),
+    *("EvidenceConfig.num_keys=3", "EvidenceConfig.num_values=3", "EvidenceConfig.num_fillers=2"),
+    *("TransformerConfig.vocab_size=8", "RunConfig.steps=%STEPS", *METHODS["other"][1:]),
+    *(x for x in tiny_run.BINDINGS if not re.search("fast_layers|Memory|[.]window=", x)),
+)
+
+
+def test_recipes_on_rows_that_are_drawn_are_compared_seed_by_seed(tmp_path, monkeypatch):
+    lines = [f"include '{x}'" for x in (METHODS["other"][0], "train/adamw_short.gin")]
+    (tmp_path / "own.gin").write_text("\n".join([*lines, *DRAWN]))
+    study = StudyConfig(
+        recipes=(f"{tmp_path}/own.gin",), seeds=(3, 5), evaluations=(Evidence(max_rows=9),)
+    )
+
+    def run(line, check):
+        return commands.run(line[2].removeprefix("experiments."), *line[3:])
+
+    monkeypatch.setattr(runs, "subprocess", types.SimpleNamespace(run=run))
+    texts = runs.held_out_texts(study, [], tmp_path)
+    assert texts == {"evidence": None}
+    for name, seed in study.chosen():
+        runs.compute(study, name, seed, [], texts, tmp_path)
+    write_study(study, texts, tmp_path)
+    tables = (tmp_path / "tables.txt").read_text()
+    table = tables.split("Evidence: accuracy by distance (evidence): every seed\n")[1]
+    rows = dict(re.findall(r"^own, (\S.*?/\S+(?: \d+)?)  +(.*)$", table, re.MULTILINE))
+    files = [f"own-{seed}/eval/evidence.own-evidence/results.json" for seed in study.seeds]
+    found = [json.loads((tmp_path / file).read_text())["series"] for file in files]
+    for label in ("fast weights on", "off (eta = 0)"):
+        for records in zip(*(series[f"own, evidence, {label}"] for series in found), strict=True):
+            cells = [x["accuracy"] for x in records]
+            values = [float(x) for x in rows.pop(f"{label}/{records[0]['distance']}").split()]
+            wanted = [*cells, np.mean(cells), np.std(cells, ddof=1)]
+            assert values == pytest.approx(wanted, rel=1e-3, abs=1e-9)
+    assert not rows
 
 
 def test_results_of_other_pieces_and_settings_are_not_shown_again(computed, folder, monkeypatch):

@@ -14,7 +14,6 @@ from flax import nnx
 from jax.sharding import AxisType
 from small_models import CHUNK, RECALL, config_of
 
-from ttcd_jax.data.synthetic.recall import needles
 from ttcd_jax.errors import DataError
 from ttcd_jax.inference.decode import decode, head_logits
 from ttcd_jax.inference.model import inference_model
@@ -255,10 +254,10 @@ def test_prompts_read_their_memory_and_decoding_is_plain(one_layer):
 
 def test_needles_are_read_back_as_one_pass_answers_them():
     # The third pair stays in the open chunk of the prompt: decoding has to write it.
-    rows = needles(RECALL, seed=1, num_rows=8, num_needles=3, num_tokens=8)
+    rows = RECALL.needles(seed=1, num_rows=8, num_needles=3, num_tokens=8)
     model = randomize(Transformer, config_of("ipttcd", num_layers=1))
-    read = [np.repeat(x[:, None], 3, axis=1) for x in (rows.pairs, rows.haystack)]
-    whole = np.concatenate([*read, rows.keys[..., None]], axis=2)
+    read = [np.repeat(x[:, None], 3, axis=1) for x in (rows.facts, rows.haystack)]
+    whole = np.concatenate([*read, rows.questions], axis=2)
     logits = jax.jit(lambda x: model(x)[:, -1])(jnp.asarray(whole.reshape(24, -1)))
     rows = rows._replace(values=np.asarray(logits.argmax(-1)).reshape(8, 3))
     model = inference_model(model)

@@ -81,6 +81,8 @@ EXPORTED = ("ipttcd", "ipttt", "swa", "full")
         ("full", {"has_qk_norm": True, "has_qkv_bias": True}, "has_qkv_bias True"),
         ("ipttcd", {"memory": MemoryConfig(renorm_chunks=2)}, "renorm_chunks="),
         ("ipttcd", {"memory": MemoryConfig(orthogonalizes_updates=True)}, "orthogonalizes_"),
+        ("ipttcd", {"memory": MemoryConfig(error="teacher")}, "error='teacher'"),
+        ("ipttcd", {"memory": MemoryConfig(gate="teacher")}, "gate='teacher'"),
         *((method, {}, f"'{method}'|--form") for method in METHODS if method not in EXPORTED),
     ],
 )

@@ -68,12 +68,13 @@ def _rows(lengths=LENGTHS, vocab_size=11):
     return [rng.integers(vocab_size, size=length) for length in lengths]
 
 
-def _expected(model, row):
-    """(losses, hits) of tokens 1 .. of a row, from all logits."""
+def _expected(model, row, targets=None):
+    """(losses, hits) of tokens 1 .. of a row, or of targets, from all logits."""
+    targets = row[1:] if targets is None else targets
     if len(row) == 1:
         return np.zeros(0), np.zeros(0, bool)
     logits = np.asarray(jax.nn.log_softmax(model(jnp.asarray(row[None, :-1]))[0]))
-    return -logits[np.arange(len(row) - 1), row[1:]], logits.argmax(-1) == row[1:]
+    return -logits[np.arange(len(row) - 1), targets], logits.argmax(-1) == targets
 
 
 @functools.cache
@@ -91,12 +92,15 @@ MODELS = [("ipttcd", 1), ("ipttcd", 16), ("ipttcd", 2048), ("full", 16), ("ahead
 def test_losses_of_rows_of_any_length_are_those_of_one_pass(method, one_pass, float64, monkeypatch):
     monkeypatch.setattr(module, "ONE_PASS", one_pass)
     model, rows = _model(method), _rows()
-    found = Scorer(model, batch_size=3).losses(rows)
-    for row, scores in zip(rows, found, strict=True):
-        assert scores.losses.shape == (len(row) - 1,)
-        losses, is_hit = _expected(model, row)
-        assert_close(scores.losses, losses, BOUND)
-        np.testing.assert_array_equal(scores.is_hit, is_hit)
+    scorer, others = Scorer(model, batch_size=3), [row[:0:-1] for row in rows]
+    for targets in (None, others):  # the tokens that follow; others
+        for i, scores in enumerate(scorer.losses(rows, targets)):
+            assert scores.losses.shape == (len(rows[i]) - 1,)
+            losses, is_hit = _expected(model, rows[i], targets and targets[i])
+            assert_close(scores.losses, losses, BOUND)
+            np.testing.assert_array_equal(scores.is_hit, is_hit)
+    others[-1] = others[-1] + 11
+    refused("outside the vocabulary", scorer.losses, rows, others, error=DataError)
 
 
 def test_the_states_of_a_batch_take_a_quarter_of_the_memory(float64, monkeypatch):

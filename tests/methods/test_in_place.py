@@ -58,6 +58,8 @@ VARIANTS = {
     "learned half-lives": _ipttcd(half_lives=(1.5, 40.0), decay="learned"),
     "half-lives of orthogonalized": _ipttcd(half_lives=(9.0,), orthogonalizes_updates=True),
     "corrected": _ipttcd(corrects_errors=True),
+    "corrected, the teacher's features": _ipttcd(corrects_errors=True, error="teacher"),
+    "the student's features, the teacher's gate": _ipttcd(error="student", gate="teacher"),
     "corrected, with half-lives": _ipttcd(corrects_errors=True, half_lives=(4.0, 90.0)),
     "associative": _ipttcd(form="associative"),
     "attention": _ipttcd(form="attention"),

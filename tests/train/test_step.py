@@ -12,7 +12,7 @@ from small_models import RECALL, config_of
 
 from ttcd_jax import MemoryConfig, Precision
 from ttcd_jax.data.pipeline import Batches
-from ttcd_jax.data.synthetic.recall import RecallRows
+from ttcd_jax.data.synthetic.rows import SyntheticRows
 from ttcd_jax.train import bad_steps
 from ttcd_jax.train import step as step_module
 from ttcd_jax.train.bad_steps import fault, judged, no_skips
@@ -42,7 +42,7 @@ def _step(accumulation_steps=1, optimizer=optax.adam):
     return jax.jit(lambda: state_of(optimizer, init_params(MODEL, 0)))(), jax.jit(step)
 
 
-BATCHES = Batches(RecallRows(RECALL, seed=0, num_rows=1000), batch_size=4)
+BATCHES = Batches(SyntheticRows(RECALL, seed=0, num_rows=1000), batch_size=4)
 
 
 def _batch(step=0):

@@ -19,7 +19,9 @@ from ttcd_jax.data.corpus import CorpusConfig, EmptySplitError, Split, load_docu
 from ttcd_jax.data.packing import BestFitRows, DocumentRows, PackedRows, encode_documents
 from ttcd_jax.data.pipeline import ENDLESS, RowSource
 from ttcd_jax.data.records import Metadata, TokenRecords
+from ttcd_jax.data.synthetic.evidence import EvidenceConfig
 from ttcd_jax.data.synthetic.recall import RecallConfig
+from ttcd_jax.data.synthetic.rows import SyntheticConfig
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import read_json, sha256
@@ -308,7 +310,9 @@ class BatchesConfig(configs.Config):
     vocab_size: ClassVar[int] = 0  # tokens are checked batch by batch
 
 
-DataConfig = TextConfig | RecordsConfig | MixtureConfig | RecallConfig | BatchesConfig
+DataConfig = (
+    TextConfig | RecordsConfig | MixtureConfig | RecallConfig | EvidenceConfig | BatchesConfig
+)
 
 
 def text_data(data: dict[str, Any]) -> TextConfig | RecordsConfig | MixtureConfig | None:
@@ -317,9 +321,16 @@ def text_data(data: dict[str, Any]) -> TextConfig | RecordsConfig | MixtureConfi
     return next((kind.from_dict(data) for kind in kinds), None)
 
 
+def synthetic_data(data: dict[str, Any]) -> SyntheticConfig | None:
+    """The data configuration of a run as an object, if its rows are drawn."""
+    kinds = (x for x in (RecallConfig, EvidenceConfig) if x.__name__ == data["type"])
+    return next((kind.from_dict(data) for kind in kinds), None)
+
+
 def row_length(data: dict[str, Any]) -> int:
     """Tokens in a row of a run with this data configuration."""
-    return data["seq_len"] if "seq_len" in data else RecallConfig.from_dict(data).seq_len
+    drawn = synthetic_data(data)
+    return data["seq_len"] if drawn is None else drawn.seq_len
 
 
 def text_records(
@@ -332,10 +343,10 @@ def text_records(
     """The text to evaluate a run on: that of `text` (a file or a folder), else the validation split
     of `data`, its data configuration. Raises `UserError` for a run without text or tokenizer, and
     `DataError` for a missing or changed text. Both name the `option` that gives text."""
-    if data["type"] == RecallConfig.__name__:
+    if (drawn := synthetic_data(data)) is not None:
         raise UserError(
-            f"{run_dir} was trained on recall data, not on text: measure it by "
-            "experiments.evaluate --task=recall"
+            f"{run_dir} was trained on {drawn.kind} data, not on text: measure it by "
+            f"experiments.evaluate --task={drawn.kind}"
         )
     if tokenizer is None:
         raise UserError(

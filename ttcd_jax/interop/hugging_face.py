@@ -36,6 +36,7 @@ TRIED = tuple(re.findall(r"\d[\d.]+", _LINE))
 _CLASSES = {"AutoConfig": "TTCDConfig", "AutoModelForCausalLM": "TTCDForCausalLM"}
 # Settings that this code does not compute, with the values it assumes.
 _ASSUMED = {"renorm_chunks": None, "orthogonalizes_updates": False}
+_ASSUMED |= {"gate": "student", "error": "difference"}
 _NAMES, _TOKENIZER = "tokenizer_config.json", "PreTrainedTokenizerFast"
 _TITLE = "Hugging Face transformers"
 _FLAG = "use_sliding_window"

@@ -44,6 +44,7 @@ ONE_PASS = 2048
 # spent on padding before one for shorter rows is compiled, and 16 times as many, the programs of a
 # state, on contexts that are read again.
 WORK = 2**36, 2**48
+type Rows = Sequence[np.ndarray]
 
 
 class Scores(NamedTuple):
@@ -110,9 +111,10 @@ class Scorer:
         """A checksum of every parameter, the same on any mesh."""
         return [int(x) for x in jax.tree.leaves(_checksums(nnx.state(self.model)))]
 
-    def losses(self, rows: Sequence[np.ndarray]) -> list[Scores]:
-        """The scores [T] of tokens 1 .. T of every row [T + 1], int, read as it is."""
-        return self._scores([np.asarray(row) for row in rows], [0] * len(rows))
+    def losses(self, rows: Rows, targets: Rows | None = None) -> list[Scores]:
+        """The scores [T] of tokens 1 .. T of every row [T + 1], int, read as it is; or of `targets`
+        [T] in their place."""
+        return self._scores([np.asarray(row) for row in rows], [0] * len(rows), targets)
 
     def loglikelihoods(self, requests: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Likelihood]:
         """The likelihood of every (context, continuation), tokens [C] and [T], each of at least one
@@ -154,14 +156,18 @@ class Scorer:
         found = self._answers("generate", sizes, (repr(part).encode() for part in parts), answers)
         return [text.tobytes().decode(errors="surrogatepass") for (text,) in found]
 
-    def _scores(self, rows: Sequence[np.ndarray], starts: Sequence[int]) -> list[Scores]:
+    def _scores(self, ids: Rows, starts: list[int], targets: Rows | None = None) -> list[Scores]:
         """The scores of the tokens of every row after that at its start. What is before a start is
         read once for all rows that begin so, if it is long, or there are many."""
         groups: dict[Any, list[int]] = {}
-        for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        for row in (*ids, *(targets or ())):
             check_tokens(row, self.model.config.vocab_size)
+        for i, (row, start) in enumerate(zip(ids, starts, strict=True)):
             groups.setdefault(row[:start].astype(np.int64).tobytes() or i, []).append(i)
-        sizes = [max(len(row) - 1, 0) for row in rows]
+        targets = targets or [row[1:] for row in ids]
+        # A row [T, 2]: every token that is read, and its target.
+        rows = [np.stack([row[:-1], own], axis=1) for row, own in zip(ids, targets, strict=True)]
+        sizes = [*map(len, rows)]
         longest = max(sizes, default=0)
         repeated = sum(starts) - sum(starts[i] for i, *_ in groups.values())
         is_shared = self._is_streamed and repeated > (0 if longest > ONE_PASS else 16 * self._spare)
@@ -176,8 +182,8 @@ class Scorer:
                 return self._streamed(rows, reads, chosen, num_rows)
             length = min(x for x in shapes if x >= most) if self._is_streamed else longest
             lengths = _filled([sizes[i] for (i,) in chosen], num_rows)
-            tokens = _padded([rows[i] for (i,) in chosen], num_rows, length + 1)
-            fields = self._in_one_pass(tokens, lengths)
+            padded = _padded([rows[i] for (i,) in chosen], num_rows, length)
+            fields = self._in_one_pass(padded, lengths)
             return [tuple(x[row, : sizes[i]] for x in fields) for row, (i,) in enumerate(chosen)]
 
         counts = [[sizes[i] - reads[i] for i in group] for group in members]
@@ -268,16 +274,14 @@ class Scorer:
     def _state(self, num_rows: int, most: int) -> InferenceState:
         return states.start_state(self.inference, num_rows, max_length=self._capacity(most))
 
-    def _streamed(
-        self, rows: Sequence[np.ndarray], reads: Sequence[int], groups: Any, num_rows: int
-    ) -> list[Answer]:
-        """The scores of `groups` (indices) of rows from their `reads` on, the number of tokens that
-        all of a group begin with; those of a group one after the other."""
-        state = self._state(num_rows, max(len(rows[i]) for group in groups for i in group))
+    def _streamed(self, rows: Rows, reads: list[int], groups: Any, num_rows: int) -> list[Answer]:
+        """The scores of `groups` (indices) of rows [T, 2] from their `reads` on, the number of
+        tokens that all of a group begin with; those of a group one after the other."""
+        state = self._state(num_rows, max(len(rows[i]) + 1 for group in groups for i in group))
         shared = [rows[i][: reads[i]] for i, *_ in groups]
         lengths = _filled([*map(len, shared)], num_rows)
-        tokens = _padded(shared, num_rows, int(lengths.max()))
-        for _, _, after in stream(self.inference, state, tokens, lengths):
+        padded = _padded(shared, num_rows, int(lengths.max()))
+        for _, _, after in stream(self.inference, state, padded[..., 0], lengths):
             state = after
         ends = [(len(rows[i]) - reads[i], i, g) for g, group in enumerate(groups) for i in group]
         found: dict[int, Answer] = {}
@@ -290,22 +294,21 @@ class Scorer:
         parts = (zip(*(found[i] for i in group), strict=True) for group in groups)
         return [tuple(map(np.concatenate, fields)) for fields in parts]
 
-    def _read(self, state: InferenceState, rows: Sequence[np.ndarray]) -> list[Answer]:
-        """The scores [T] of rows [T + 1] after `state`, which is donated; some T is not 0."""
-        lengths = _filled([max(len(row) - 1, 0) for row in rows], len(state.position))
-        tokens = _padded(rows, len(lengths), int(lengths.max()) + 1)
+    def _read(self, state: InferenceState, rows: Rows) -> list[Answer]:
+        """The scores [T] of rows [T, 2] after `state`, which is donated; some T is not 0."""
+        lengths = _filled([*map(len, rows)], len(state.position))
+        tokens, targets = np.moveaxis(_padded(rows, len(lengths), int(lengths.max())), 2, 0)
         found: list[list[Answer]] = [[] for _ in rows]
-        waiting, done = [], np.ones_like(lengths)
+        waiting, done = [], np.zeros_like(lengths)
 
         def fetch(counts: np.ndarray, part: tuple[jax.Array, ...]) -> None:
             for row, count, *fields in zip(found, counts, *jax.device_get(part), strict=False):
                 row.append(tuple(field[:count] for field in fields))
 
-        pieces = stream(self.inference, state, tokens[:, :-1], lengths)
-        for counts, hidden, _ in pieces:
-            index = np.minimum(done[:, None] + np.arange(hidden.shape[1]), lengths.max())
-            targets = np.take_along_axis(tokens, index, axis=1)
-            waiting.append((counts, _piece_scores(self.inference, hidden, targets)))
+        for counts, hidden, _ in stream(self.inference, state, tokens, lengths):
+            index = np.minimum(done[:, None] + np.arange(hidden.shape[1]), lengths.max() - 1)
+            own = np.take_along_axis(targets, index, axis=1)
+            waiting.append((counts, _piece_scores(self.inference, hidden, own)))
             if len(waiting) > 1:  # while the device computes the next piece
                 fetch(*waiting.pop(0))
             done = done + counts
@@ -313,14 +316,14 @@ class Scorer:
             fetch(*piece)
         return [tuple(map(np.concatenate, zip(*parts, strict=True))) for parts in found]
 
-    def _in_one_pass(self, tokens: np.ndarray, lengths: np.ndarray) -> Scores:
-        """The scores [B, T] of rows [B, T + 1] whose first `lengths` targets count, from one
-        forward pass of all processes."""
+    def _in_one_pass(self, rows: np.ndarray, lengths: np.ndarray) -> Scores:
+        """The scores [B, T] of rows [B, T, 2] of which the first `lengths` count, from one forward
+        pass of all processes."""
         unit = rules.axis_size("seq") * (memory_chunk(self.model.config) or 1)
-        tokens = np.pad(tokens, ((0, 0), (0, -(tokens.shape[1] - 1) % unit)))
-        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+        rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % unit), (0, 0)))
+        batch = {"tokens": rows[..., 0], "targets": rows[..., 1]}
         if _reads_ahead(self.model.config):  # padding is another document
-            batch["segment_ids"] = np.arange(tokens.shape[1] - 1) < lengths[:, None]
+            batch["segment_ids"] = np.arange(rows.shape[1]) < lengths[:, None]
         found = _forward_scores(*nnx.split(self.model), placed(batch))
         return Scores(*map(np.array, jax.device_get(found)))
 
@@ -358,12 +361,12 @@ def _filled(values: Sequence[int], num_rows: int) -> np.ndarray:
     return np.array([*values, *[0] * (num_rows - len(values))], np.int32)
 
 
-def _padded(rows: Sequence[np.ndarray], num_rows: int, length: int) -> np.ndarray:
-    """The rows as one array [num_rows, length], padded with zeros."""
-    tokens = np.zeros((num_rows, length), np.int64)
-    for row, ids in enumerate(rows):
-        tokens[row, : len(ids)] = ids
-    return tokens
+def _padded(rows: Rows, num_rows: int, length: int) -> np.ndarray:
+    """The rows [T, 2] as one array [num_rows, length, 2], padded with zeros."""
+    padded = np.zeros((num_rows, length, 2), np.int64)
+    for own, row in zip(padded, rows, strict=False):
+        own[: len(row)] = row
+    return padded
 
 
 @jax.jit

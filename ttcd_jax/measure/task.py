@@ -232,7 +232,8 @@ def row_scores(scorer: Scorer, rows: Arrays) -> Scores:
     is_token = rows.get("segment_ids", np.ones_like(rows["tokens"])) > 0
     ids = np.concatenate([rows["tokens"], rows["targets"][:, -1:]], axis=1)
     sizes = is_token.sum(axis=1)
-    found = scorer.losses([row[: size + 1] for row, size in zip(ids, sizes, strict=True)])
+    cut = [row[: size + 1] for row, size in zip(ids, sizes, strict=True)]
+    found = scorer.losses(cut, [x[:size] for x, size in zip(rows["targets"], sizes, strict=True)])
     scores = Scores(*(np.zeros(is_token.shape, field.dtype) for field in found[0]))
     for whole, values in zip(scores, zip(*found, strict=True), strict=True):
         whole[is_token] = np.concatenate(values)

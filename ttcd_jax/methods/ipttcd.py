@@ -46,15 +46,19 @@ class MemoryConfig(in_place.PrefixSettings):
 
     `has_teacher_conv`, `has_student_conv`: the convolutions of the features, which begin as
     `teacher_conv_init` and `student_conv_init`. `has_token_rate`: the gate sigmoid(t . b) on
-    errors. `normalizes_keys`, `normalizes_errors`: to norm 1, where `zero_slope` is the gradient at
-    a zero vector (published: 1e6). `output`: the features read through the memory, the teacher's
-    after its convolution, before it, or the student's. `renorm_chunks`: |W| is held at |W_base|, in
-    groups of so many chunks. `orthogonalizes_updates`: Newton-Schulz on every delta_w.
+    errors, which `gate` "teacher" computes from x (not published). `error`: what is written, the
+    difference of the teacher's features from the student's, or one of them, as a control.
+    `normalizes_keys`, `normalizes_errors`: to norm 1, where `zero_slope` is the gradient at a zero
+    vector (published: 1e6). `output`: the features read through the memory, the teacher's after its
+    convolution, before it, or the student's. `renorm_chunks`: |W| is held at |W_base|, in groups of
+    so many chunks. `orthogonalizes_updates`: Newton-Schulz on every delta_w.
     """
 
     has_teacher_conv: bool = True
     has_student_conv: bool = True
     has_token_rate: bool = True
+    gate: Literal["student", "teacher"] = "student"
+    error: Literal["difference", "teacher", "student"] = "difference"
     normalizes_keys: bool = True
     normalizes_errors: bool = False
     output: Literal["teacher", "teacher_raw", "student"] = "teacher"
@@ -163,7 +167,8 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
     def tokens(self, x: Hidden, t: Hidden) -> Features:
         beta = None
         if self.settings.has_token_rate:
-            beta = jax.nn.sigmoid(jnp.einsum("BTD,D->BT", t, self.rate[...].astype(t.dtype)))
+            view = t if self.settings.gate == "student" else x
+            beta = jax.nn.sigmoid(jnp.einsum("BTD,D->BT", view, self.rate[...].astype(t.dtype)))
         return Features(self.features(x), self.features(t), beta, self.log_decay(x))
 
     def convolved(self, tokens: Features, segments: Int[Array, "B C L"] | None) -> Convolved:
@@ -194,6 +199,8 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
         z_out = {"teacher": z_target, "teacher_raw": teacher, "student": keys}[settings.output]
         if settings.normalizes_keys and settings.output == "student":
             keys = l2_normalize(keys, settings.zero_slope)
+        if settings.error != "difference":
+            difference = z_target if settings.error == "teacher" else z_target - difference
         errors = weight_product(difference, self.down[...].astype(dtype))
         if settings.normalizes_errors:
             errors = l2_normalize(errors, settings.zero_slope)

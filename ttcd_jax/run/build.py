@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ttcd_jax import units
 from ttcd_jax.data.pipeline import Batches, CallerBatches, Fields, MakeBatches, StepBatches
 from ttcd_jax.data.sources import BatchesConfig
-from ttcd_jax.data.synthetic.recall import RecallConfig
+from ttcd_jax.data.synthetic.rows import SyntheticConfig
 from ttcd_jax.errors import ResourceError, UserError
 from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.run.config import RunConfig
@@ -112,7 +112,7 @@ class Program:
         model, optimizer = self.config.model, config.optimizer
         length = config.data.seq_len
         self.placement = Placement(mesh, batch_size=config.batch_size, length=length)
-        ids = () if isinstance(config.data, RecallConfig | BatchesConfig) else ("segment_ids",)
+        ids = () if isinstance(config.data, SyntheticConfig | BatchesConfig) else ("segment_ids",)
         kinds = dict.fromkeys(("tokens", "targets", "positions", *ids), "int32")
         self.batch = self.placement.abstract(kinds | {"loss_mask": "bool"})
         factors = rate_factors(model, optimizer.rates)

@@ -14,7 +14,8 @@ from flax import nnx
 from ttcd_kernels.table import Row as TableRow
 
 from ttcd_jax.config import Positive
-from ttcd_jax.data.synthetic.recall import RecallConfig
+from ttcd_jax.data.sources import synthetic_data
+from ttcd_jax.data.synthetic.rows import HELD_OUT, SyntheticRows
 from ttcd_jax.errors import UserError
 from ttcd_jax.measure.pictures import Picture, plot_lines
 from ttcd_jax.measure.scorer import Scorer, batches, placed, whole
@@ -23,7 +24,6 @@ from ttcd_jax.memory.distillation import Distillation, summary
 from ttcd_jax.models.config import layers_with_teacher
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.tasks.perplexity import Perplexity, buckets
-from ttcd_jax.tasks.recall import Recall
 
 
 class LayerDistances(NamedTuple):
@@ -53,8 +53,8 @@ _MEASURES = LayerDistances._fields[5:]
 class StudentTeacher(RowTask[LayerDistances]):
     """The student's distance to the teacher in every layer that has both, with the memory off and
     on, and where the memory moves the student (`ttcd_jax.memory.distillation`). At most `max_rows`
-    rows are those of task ppl, with its `text` and `seq_len`; for a run on recall data, such
-    rows."""
+    rows are those of task ppl, with its `text` and `seq_len`; for a run on rows of its own,
+    such rows."""
 
     name = "distillation"
     title = "The student's distance to the teacher, by position"
@@ -76,14 +76,14 @@ class StudentTeacher(RowTask[LayerDistances]):
                 f"{subject.run_dir}: method {config.method!r} has no student and teacher to "
                 "compare: task distillation is for those that learn from a longer window"
             )
-        if subject.data["type"] == RecallConfig.__name__:
+        if (drawn := synthetic_data(subject.data)) is not None:
             for name in ("text", "seq_len"):
                 if getattr(self, name) is not None:
                     raise UserError(
-                        f"--{name} has no effect: {subject.run_dir} was trained on recall data, "
-                        "which has its own rows"
+                        f"--{name} has no effect: {subject.run_dir} was trained on "
+                        f"{drawn.kind} data, which has its own rows"
                     )
-            return Recall(max_rows=self.max_rows).source(subject)
+            return SyntheticRows(drawn, seed=HELD_OUT, num_rows=self.max_rows)
         return Perplexity(text=self.text, seq_len=self.seq_len).source(subject)
 
     def series(self, subject: Subject, rows: Arrays) -> Series[LayerDistances]:

@@ -1,16 +1,19 @@
-"""Recall accuracy by distance back to the value: in one pass, and after a haystack."""
+"""Accuracy of stated values by distance back to them: in one pass, and after a haystack."""
 
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ttcd_jax.config import DISTINCT, Positive
-from ttcd_jax.data.synthetic.recall import Needles, RecallConfig, RecallRows, needles
+from ttcd_jax.data.sources import synthetic_data
+from ttcd_jax.data.synthetic.evidence import EvidenceConfig
+from ttcd_jax.data.synthetic.recall import RecallConfig
+from ttcd_jax.data.synthetic.rows import HELD_OUT, Needles, SyntheticConfig, SyntheticRows
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel
@@ -20,7 +23,6 @@ from ttcd_jax.measure.scorer import Scorer, Scores
 from ttcd_jax.measure.task import Arrays, RowTask, Series, Subject, Task, register, row_scores
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
 
-_SEED = 1_000_003  # differs from any training seed of a few digits
 _BUCKETS_BEYOND = 4
 _MAX_NEEDLES = 4
 By = Literal["decode", "prefill"]  # how a haystack is read
@@ -35,34 +37,40 @@ class DistanceAccuracy(NamedTuple):
     is_total: bool = False
 
 
-def _recall_config(subject: Subject) -> RecallConfig:
-    if subject.data["type"] != RecallConfig.__name__:
-        raise UserError(f"{subject.run_dir} was not trained on recall data: use --task=ppl")
-    return RecallConfig.from_dict(subject.data)
-
-
-class _OnRecallData(Task):
-    """Accuracy of a run on the recall data."""
+class OnDrawnData(Task):
+    """Accuracy of a run on `data`."""
 
     record = DistanceAccuracy
     key = "distance"
+    data: ClassVar[type[SyntheticConfig]]
+
+    @classmethod
+    def data_of(cls, subject: Subject) -> SyntheticConfig:
+        """Raises `UserError` for a run on other data."""
+        if not isinstance(config := synthetic_data(subject.data), cls.data):
+            known = "ppl" if config is None else config.kind
+            raise UserError(
+                f"{subject.run_dir} was not trained on {cls.data.kind} data: use --task={known}"
+            )
+        return config
 
     def chance(self, subject: Subject) -> float:
-        return _recall_config(subject).chance_accuracy
+        return self.data_of(subject).chance_accuracy
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recall(_OnRecallData, RowTask[DistanceAccuracy]):
+class Recall(OnDrawnData, RowTask[DistanceAccuracy]):
     """Accuracy at queries by the distance back to their value."""
 
     name = "recall"
     title = "Recall accuracy by distance"
     x_label = "distance from the query back to the value (tokens)"
     rank = 45
+    data = RecallConfig
 
-    def source(self, subject: Subject) -> RecallRows:
-        return RecallRows(_recall_config(subject), seed=_SEED, num_rows=self.max_rows)
+    def source(self, subject: Subject) -> SyntheticRows:
+        return SyntheticRows(self.data_of(subject), seed=HELD_OUT, num_rows=self.max_rows)
 
     def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[DistanceAccuracy]:
         reach = attention_reach(subject.model.config)
@@ -71,13 +79,28 @@ class Recall(_OnRecallData, RowTask[DistanceAccuracy]):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Needle(_OnRecallData):
-    """Accuracy of recalling a prompt's values after each of `distances` other tokens. They are read
+class Evidence(Recall):
+    """Accuracy at keys by the distance back to their value. Chance knows which values a row has."""
+
+    name = "evidence"
+    title = "Evidence: accuracy by distance"
+    rank = 44
+    data = EvidenceConfig
+
+    def chance(self, subject: Subject) -> float:
+        return 1 / EvidenceConfig.from_dict(subject.data).num_facts
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needle(OnDrawnData):
+    """Accuracy of a prompt's values after each of `distances` tokens of other facts. They are read
     by "decode", one by one, with the memory on, and off, as published, or by "prefill" in one pass,
     with the memory on: for thousands of them (`by`). `batch_size` is the number of rows."""
 
     name = "needle"
     title = "Needles read back"
+    data = SyntheticConfig
     x_label = "tokens between the value and the query"
     rank = 46
 
@@ -90,13 +113,12 @@ class Needle(_OnRecallData):
                 f"task needle decodes in one process, not in {jax.process_count()}: leave "
                 "--distributed out"
             )
-        config = _recall_config(subject)
-        return needles(
-            config,
-            seed=_SEED,
+        config = self.data_of(subject)
+        return config.needles(
+            seed=HELD_OUT,
             num_rows=self.batch_size,
             num_needles=max(1, min(_MAX_NEEDLES, config.num_keys // 2)),
-            num_tokens=2 * -(-max(self.distances) // 2),  # pairs
+            num_tokens=max(self.distances),
         )
 
     def series(self, subject: Subject, rows: Needles) -> Series[DistanceAccuracy]:
@@ -140,10 +162,9 @@ def read_back(
 ) -> list[DistanceAccuracy]:
     """Accuracy at the needles of a prompt after each of `distances` tokens of haystack, at most all
     of it, read one by one or in one pass."""
-    num_rows, num_tokens = needles.haystack.shape
-    max_length = needles.pairs.shape[1] + num_tokens + 1
-    state = start_state(model, num_rows, max_length=max_length)
-    _, state = prefill(model, state, needles.pairs, memory=memory)
+    max_length = sum(part.shape[-1] for part in needles[:3])
+    state = start_state(model, len(needles.facts), max_length=max_length)
+    _, state = prefill(model, state, needles.facts, memory=memory)
     records, read = [], 0
     for distance in sorted(distances):
         tokens = needles.haystack[:, read:distance]
@@ -153,10 +174,12 @@ def read_back(
             for column in tokens.T:
                 _, state = decode(model, state, column, memory=memory)
         read = distance
-        is_hit = np.empty(needles.keys.shape, bool)
-        for index, keys in enumerate(needles.keys.T):
-            # Each query decodes a copy: `decode` donates its state.
-            logits, _ = decode(model, jax.tree.map(jnp.copy, state), keys, memory=memory)
+        is_hit = np.empty(needles.values.shape, bool)
+        for index, question in enumerate(needles.questions.swapaxes(0, 1)):
+            asked = jax.tree.map(jnp.copy, state)  # reading donates a state
+            if (before := question[:, :-1]).size:
+                _, asked = prefill(model, asked, before, memory=memory)
+            logits, _ = decode(model, asked, question[:, -1], memory=memory)
             is_hit[:, index] = np.asarray(logits).argmax(-1) == needles.values[:, index]
         records.append(DistanceAccuracy(str(distance), is_hit.size, float(is_hit.mean())))
     return records
