@@ -23,6 +23,7 @@ _CURVES = {  # of a metric: title, name of the axis
     "loss": ("Training and its speed", "training loss (nats per token)"),
     "memory_ratio": ("Size of the memory, mean over layers", "|eta S| / |W_base|"),
     "gate_mean": ("Gate of the memory, mean over layers", "mean of beta"),
+    "window_share": ("Share of the windows in what is written, mean over layers", "of |e|^2"),
 }
 
 

@@ -128,7 +128,7 @@ def test_tables_are_means_of_seeds_and_paired_differences(computed):
     half = (expected.high[0] - expected.low[0]) / 2
     assert cell == f"{expected.mean[0]:.3f}±{half:.3f}"
     page = (path / "index.html").read_text()
-    assert page.count("<img") == 7
+    assert page.count("<img") == 8
     assert "other, off (eta = 0)" in page
 
 
@@ -165,5 +165,5 @@ def test_mistakes_are_refused(folder, tmp_path):
 def test_a_study_without_evaluations_shows_the_memory(computed, folder):
     path, _ = computed
     write_study(_study(folder, "StudyConfig.evaluations=()"), {}, path)
-    assert (path / "index.html").read_text().count("<img") == 3
+    assert (path / "index.html").read_text().count("<img") == 4
     assert "|eta S| / |W_base|" in (path / "tables.txt").read_text()
