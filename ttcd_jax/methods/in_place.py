@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -24,7 +25,7 @@ from ttcd_jax.methods.registry import Settings
 from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig, check_hidden
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
 from ttcd_jax.nn.product import product, weight_product
-from ttcd_jax.nn.row import Hidden, Piece, Row, after_tail, next_tail, zero_padding
+from ttcd_jax.nn.row import Control, Hidden, Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.precision import Precision
 
 type Tree = tuple[Any, ...]  # a NamedTuple of arrays by token, or None
@@ -185,7 +186,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         self, x: Hidden, row: Row, student: Hidden | None = None
     ) -> tuple[Hidden, MemoryStats | Distillation]:
         t = self.source(x, row, student)
-        return self.remember(x, t, row.segment_ids, measures=row.measures is True)
+        options = {"measures": row.measures is True, "control": row.control}
+        return self.remember(x, t, row.segment_ids, **options)
 
     def remember(
         self,
@@ -194,9 +196,10 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         segment_ids: Int[Array, "B T"] | None = None,
         *,
         measures: bool = False,
+        control: Control | None = None,
     ) -> tuple[Hidden, MemoryStats | Distillation]:
         """(y, statistics of the memory at the end of the row), for any t; with `measures` the
-        distances of every token instead of the statistics."""
+        distances of every token instead of the statistics. A `control` changes what is written."""
         settings, length = self.settings, x.shape[1]
         check_parts(length, settings.chunk_size)
         tokens, ids = self.tokens(x, t), segment_ids if settings.resets_at_document else None
@@ -204,6 +207,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         chunks = jax.tree.map(lambda x: to_chunks(x, settings.chunk_size), tokens)
         convolved = self.convolved(chunks, segments)
         reads, writes = self.operands(convolved)
+        writes = controlled(writes, control)
         memory = self.memory(reads.shape[1] * settings.chunk_size)
         y, size = over_rows(memory, reads, writes, segments, length=length, reports_size=True)
         assert size is not None
@@ -405,6 +409,20 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         elif init != "identity":
             taps = jnp.roll(taps, -1, axis=0) if init == "previous" else jnp.zeros_like(taps)
         return param(taps, ("taps", axis), is_operand=False)
+
+
+def controlled(writes: Tree, control: Control | None) -> Tree:
+    """The writes [B, C, L, ...] of a control. Shuffled keys, of writes that have `keys`, take one
+    cycle through the tokens of their chunk, so that none stays in its place."""
+    if control == "foreign":
+        return jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), writes)
+    if control == "shuffled":
+        keys: Array = cast(Any, writes).keys
+        order = np.random.default_rng(0).permutation(keys.shape[2])
+        source = np.empty_like(order)
+        source[order] = np.roll(order, 1)
+        return cast(Any, writes)._replace(keys=keys[:, :, source])
+    return writes
 
 
 def identity_taps(
