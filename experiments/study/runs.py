@@ -41,6 +41,10 @@ type Measured = dict[str, dict[int, Series[Any]]]  # by recipe and seed
 MOST_DOCUMENTS = 16  # that a table shows one by one
 type Texts = dict[str, Path]  # folders of pieces by the name of their corpus
 Control = Literal["no_gap", "eta0", "swa", "swa_flops", "gated_delta"]
+_GATED_DELTA = (
+    *("TransformerConfig.method='gated_deltanet_hybrid'", "DeltaRuleConfig.conv_init='previous'"),
+    "TransformerConfig.memory=@DeltaRuleConfig()",
+)
 
 
 class Recipe(NamedTuple):
@@ -54,27 +58,23 @@ class Recipe(NamedTuple):
 
 def control(name: Control, run: RunConfig) -> tuple[str, ...]:
     """The bindings that make a control of a run; none for a run without such a part."""
-    model, settings = run.model, run.model.settings
-    if not has_in_place_memory(model):
-        return ()
+    model, length = run.model, run.data.seq_len
     plain = {"method": "swa" if model.window else "full", "memory": None, "fast_layers": ()}
-    bound = {f"TransformerConfig.{field}": repr(value) for field, value in plain.items()}
-    if name == "no_gap":
-        window = model.window or run.data.seq_len
-        bound = {"TransformerConfig.student_window": window} if layers_with_teacher(model) else {}
-    elif name == "eta0":
-        bound = {f"{type(settings).__name__}.eta": 0.0}
-    elif name == "swa_flops":
-        models = model, model.replace(**plain)
-        costs = [training_flops_per_token(x, run.data.seq_len) for x in models]
-        bound["RunConfig.steps"] = round(run.steps * costs[0] / costs[1])
-    elif name == "gated_delta":
-        bound = {
-            "TransformerConfig.method": "'gated_deltanet_hybrid'",
-            "TransformerConfig.memory": "@DeltaRuleConfig()",
-            "DeltaRuleConfig.conv_init": "'previous'",
-        }
-    return tuple(f"{field}={value}" for field, value in bound.items())
+    swa = tuple(f"TransformerConfig.{field}={value!r}" for field, value in plain.items())
+    if not has_in_place_memory(model) or (name == "no_gap" and not layers_with_teacher(model)):
+        return ()
+    match name:
+        case "no_gap":
+            return (f"TransformerConfig.student_window={model.window or length}",)
+        case "eta0":
+            return (f"{type(model.settings).__name__}.eta=0.0",)
+        case "gated_delta":
+            return _GATED_DELTA
+        case "swa":
+            return swa
+    models = model, model.replace(**plain)
+    cost, least = (training_flops_per_token(x, length) for x in models)
+    return (*swa, f"RunConfig.steps={round(run.steps * cost / least)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
