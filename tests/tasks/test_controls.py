@@ -8,13 +8,16 @@ from flax import nnx
 from small_models import CHUNK, FLOAT64, SETTINGS, config_of
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
+from ttcd_jax.measure.by_document import Selection
 from ttcd_jax.measure.results import evaluate
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.memory.prefix import Writes
 from ttcd_jax.methods.in_place import controlled
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.sharding import rules
 from ttcd_jax.tasks.controls import Controls
+from ttcd_jax.tasks.documents import FinalBlock
 
 LENGTH = 8 * CHUNK
 OTHERS = ["memory off", "layer 0 off", "another document's memory", "shuffled keys", "no gap"]
@@ -108,18 +111,23 @@ def test_a_foreign_memory_is_that_of_the_row_before(name, float64):
     assert moved("foreign").tolist() == [False, True, False]
 
 
-def test_no_row_of_a_batch_is_left_to_read_its_own(monkeypatch, float64):
-    """Five rows in batches of two, the last filled with another row."""
-    scorer, seen = Scorer(_model("ipttcd"), None, batch_size=2), []
+@pytest.mark.parametrize(("count", "batch", "devices"), [(5, 2, 1), (3, 16, 4), (2, 9, 1)])
+def test_no_row_of_a_batch_is_left_to_read_its_own(count, batch, devices, monkeypatch, float64):
+    """Batches are filled with other rows, also to the number of devices."""
+    scorer, seen = Scorer(_model("ipttcd"), None, batch_size=batch), []
+    monkeypatch.setattr(rules, "axis_size", lambda name: devices if name == "data" else 1)
 
     def noted(tokens, lengths, control):
         seen.append(tokens[:, 0].tolist())
         return np.zeros((2, *tokens[:, 1:].shape))
 
     monkeypatch.setattr(scorer, "_in_one_pass", noted)
-    assert len(scorer.controlled([np.full(9, n) for n in range(5)], "foreign")) == 5
-    assert {n for pair in seen for n in pair} == {*range(5)}
-    assert all(first != second for first, second in seen)
+    assert len(scorer.controlled([np.full(9, n) for n in range(count)], "foreign")) == count
+    assert {n for rows in seen for n in rows} == {*range(count)}
+    assert all(len(rows) % devices == 0 for rows in seen)
+    assert all(
+        row != before for rows in seen for row, before in zip(rows, rows[-1:] + rows, strict=False)
+    )
 
 
 def test_shuffled_keys_are_those_of_other_tokens_of_their_chunk():
@@ -140,5 +148,12 @@ def test_what_has_no_such_control_is_refused_by_name(folder, tmp_path, float64):
     refuse("method 'ipttt' cannot have control 'no_gap': no teacher", "ipttt", controls=("no_gap",))
     for name in ("shuffled", "layers"):
         refuse(f"cannot have control '{name}': no", "ipttcd_ideal", controls=(name,))
+    subject = Subject(_model("ipttcd"), ByteTokenizer(), {"type": "none"}, folder, "mine")
+    task, path = FinalBlock(text=str(folder), contexts=(4,), final_block=4, seq_len=40), tmp_path
+    chosen = task.rows(subject)
+    uneven = Selection([chosen.documents[0], chosen.documents[1][:9]], {}, chosen.tokenizer)
+    (path / "documents.npz").write_bytes(uneven.manifest())
+    uneven = Controls(manifest=str(path / "documents.npz"))
+    refused("documents of 9 to 40 tokens: task controls reads rows of one", uneven.rows, subject)
     (tmp_path / "one.txt").write_bytes(b"abcd " * 20)
     refuse("1 documents in batches of 4: another document's memory needs two", "ipttcd", tmp_path)

@@ -199,16 +199,14 @@ def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
         rest = (sums - mean * counts) / (total / documents)  # a mean of 0
         of_document, of_seed = rest.mean(axis=0), rest.sum(axis=1, keepdims=True) / documents
         rest = rest - of_document - weights * of_seed
-        squares = np.array([seeds * (of_document**2).sum(axis=0)])
-        free = np.array([documents - 1])
-        if seeds > 1:
-            others = documents * (of_seed**2).sum(axis=(0, 1)), (rest**2).sum(axis=(0, 1))
-            squares = np.stack([*squares, *others])
-            free = np.stack([free[0], 0 * free[0] + seeds - 1, free[0] * (seeds - 1)])
-        squares = squares / free
-        variance = squares[:2].sum(axis=0) - squares[2:].sum(axis=0)
-        variance = np.maximum(variance, squares[:2].max(axis=0))
-        freedom = np.fmax(variance**2 / (squares**2 / free).sum(axis=0), free[:2].min(axis=0))
+        free = np.stack([documents - 1, 0 * documents + seeds - 1, (documents - 1) * (seeds - 1)])
+        squares = seeds * of_document[None] ** 2, documents * of_seed**2, rest**2
+        free, sums = np.maximum(free, 1), [x.sum(axis=(0, 1)) for x in squares]
+        mean_squares = np.stack(sums) / free
+        variance = mean_squares[0] + mean_squares[1] - mean_squares[2]
+        variance = np.maximum(variance, mean_squares[:2].max(axis=0))
+        freedom = variance**2 / (mean_squares**2 / free).sum(axis=0)
+        freedom = np.fmax(freedom, free[:2].min(axis=0))
         half = np.sqrt(variance / (seeds * documents))
         half = half * stdtrit(freedom, (1 + _COVERAGE) / 2)
     half = np.where(documents >= _LEAST_DOCUMENTS, half, np.nan)

@@ -119,7 +119,9 @@ class Scorer:
         """`losses` of rows of one length under a control of the memories, read in one pass; no row
         holds its own writes or those of the row beside it, where there are more than three."""
         found: dict[int, Scores] = {}
-        size, half = min(self.batch_size, len(rows)), -(-len(rows) // 2)
+        least, half = rules.axis_size("data") * rules.axis_size("fsdp"), -(-len(rows) // 2)
+        size = max(min(self.batch_size, len(rows)) // least, 1) * least
+        size += least * (size > len(rows) and size % len(rows) == 1)  # its first row is its last
         order = np.array([i // 2 + i % 2 * half for i in range(len(rows))])
         for start in range(0, len(rows), size):
             index = order[np.arange(start, start + size) % len(rows)]

@@ -61,6 +61,11 @@ class Controls(FirstTokens[ControlLoss]):
                 f"{len(found)} documents in batches of {self.batch_size}: another document's "
                 "memory needs two, or leave 'foreign' out of --controls"
             )
+        if len(sizes := {ids.size for ids in found.documents}) > 1:
+            raise UserError(
+                f"documents of {min(sizes)} to {max(sizes)} tokens: task controls reads rows of "
+                "one length, as it chooses them without --manifest"
+            )
         return found
 
     def _chosen(self, config: models.TransformerConfig) -> list[str]:
