@@ -291,7 +291,9 @@ def _sections(
         table = {x: means_over_seeds(y, by_key, z) for x, (y, z) in pairs.items()}
         name = f"{title}: nats per token, less {base}"
         found.append(Section(name, _rows(table), [Picture(picture, sentence)]))
-        if len({*documents}) <= MOST_DOCUMENTS:
+        measured_documents = {x.document for x in next(iter(united.values()))} - {None}
+        is_all = len(measured_documents) == len(documents)  # else some piece was too short
+        if is_all and len({*documents}) <= MOST_DOCUMENTS:
 
             def by_name(record: Any) -> str | None:
                 return None if by_key(record) is None else documents[record.document]
