@@ -113,7 +113,10 @@ def in_place(settings, params: dict, x, t, ids):
     return jnp.stack([read.z_out @ read.weight for read in reads]), end
 
 
-def in_place_reads(settings, params: dict, x, t, ids) -> tuple[list[Read], jax.Array]:
+def in_place_reads(
+    settings, params: dict, x, t, ids, *, has_gap=True
+) -> tuple[list[Read], jax.Array]:
+    """Without a gap the errors are those of a student that sees what the teacher sees."""
     T, w, b, is_target = len(x), params["down"], params.get("rate"), hasattr(settings, "target")
     is_ideal = not hasattr(settings, "has_proj")
     corrects = not is_ideal and settings.corrects_errors
@@ -140,7 +143,8 @@ def in_place_reads(settings, params: dict, x, t, ids) -> tuple[list[Read], jax.A
                 return (teacher, *views), (student, None, None)
             z_out = {"teacher": teacher, "teacher_raw": z[p], "student": student}[settings.output]
             key = _unit(student) if settings.normalizes_keys else student
-            error, rate = _written(settings, teacher, student) @ w, 1.0
+            seen = student if has_gap else convolved(z, "student_conv", p)
+            error, rate = _written(settings, teacher, seen) @ w, 1.0
             error = _unit(error) if settings.normalizes_errors else error
             if "rate" in params:
                 rate = 1 / (1 + jnp.exp(-({"student": t, "teacher": x}[settings.gate][p] @ b)))
@@ -164,7 +168,7 @@ def in_place_reads(settings, params: dict, x, t, ids) -> tuple[list[Read], jax.A
                 (_, teacher, student), (key, error, rate) = found[p]
                 if is_ideal:  # the gradient of the distillation loss, of which the teacher has none
                     target = jax.lax.stop_gradient(teacher @ weight)
-                    error = (target - student @ weight) / len(own)
+                    error = (target - student @ weight) / len(own) * has_gap
                 if corrects:
                     error = error - rate * (key @ (total + delta))
                 delta = delta + key[:, None] * error[None, :]

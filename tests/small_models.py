@@ -32,7 +32,7 @@ SETTINGS = {
     "lact": LaCTMemoryConfig(chunk_size=CHUNK, num_fast_heads=2, low_rank=3),
 }
 DELTA = DeltaRuleConfig(chunk_size=CHUNK, num_taps=3, value_expansion=1.5)
-SETTINGS |= dict.fromkeys(("deltanet", "gated_deltanet", "deltanet_hybrid"), DELTA)
+SETTINGS |= dict.fromkeys((x for x in METHODS if "deltanet" in x), DELTA)
 
 
 RECALL = RecallConfig(num_slots=8, num_keys=4, num_values=4)

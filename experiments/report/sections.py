@@ -16,13 +16,16 @@ from ttcd_jax.measure.pictures import Picture, coloured_by_run, plot_lines
 from ttcd_jax.measure.results import read_all_results, task_sections
 from ttcd_jax.run.directory import METRICS, RunDirectory, model_config
 from ttcd_jax.run.reporting import read_metrics
+from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.state import num_params
 
 _CURVES = {  # of a metric: title, name of the axis
     "loss": ("Training and its speed", "training loss (nats per token)"),
     "memory_ratio": ("Size of the memory, mean over layers", "|eta S| / |W_base|"),
     "gate_mean": ("Gate of the memory, mean over layers", "mean of beta"),
+    "window_share": ("Share of the windows in what is written, mean over layers", "of |e|^2"),
 }
+_LAST = {"memory_ratio": "|eta S|/|W|", "gate_mean": "gate", "window_share": "window share"}
 
 
 class Run(NamedTuple):
@@ -44,6 +47,16 @@ class Run(NamedTuple):
             if values and all(isinstance(x, int | float) and abs(x) < 1e300 for x in values):
                 found[record["step"]] = statistics.fmean(values)
         return found
+
+    def last(self, name: str) -> str | None:
+        """The medians of the last ten values of a metric, by layer."""
+        names = dict.fromkeys(x for record in self.metrics for x in record)
+        found = (
+            [x for record in self.metrics if isinstance(x := record.get(key), float)][-10:]
+            for key in names
+            if key.partition("/")[0] == name
+        )
+        return ", ".join(f"{statistics.median(values):.2g}" for values in found if values) or None
 
 
 def write_report(
@@ -89,16 +102,23 @@ def run_rows(runs: Sequence[Run]) -> list[Row]:
         environment = run.path / "environment.json"
         devices = read_json(environment).get("devices") if environment.exists() else None
         devices = sorted({*map(str, devices)}) if isinstance(devices, list) else []
+        steps = max((x["step"] for x in run.metrics), default=config.get("steps"))
+        length, size = config.get("data", {}).get("seq_len"), config.get("batch_size")
+        per_token = length and training_flops_per_token(model, length)
+        is_known = bool(per_token and size and steps)
         row = {
             "run": run.label,
             "method": model.label,
             "parameters": num_params(model),
-            "steps": max((x["step"] for x in run.metrics), default=config.get("steps")),
-            "tokens per row": config.get("data", {}).get("seq_len"),
+            "steps": steps,
+            "tokens per row": length,
+            "FLOPs per token": per_token and float(per_token),
+            "training FLOPs": float(per_token * length * size * steps) if is_known else None,
             "device": ", ".join(devices),
             "directory": str(run.path),
         }
-        rows.append(row)
+        last = {column: run.last(name) for name, column in _LAST.items()}
+        rows.append(row | {column: text for column, text in last.items() if text})
     return rows
 
 

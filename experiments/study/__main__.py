@@ -4,9 +4,9 @@
                                 [--run_dir=DIR] [--only=NAME ...]
 
 --param binds fields of the study and of its evaluations (StudyConfig.seeds=(3,)), any other one
-those of all recipes. Every run has a folder DIR/NAME-SEED; the same command continues after an
-interruption and computes what is missing. At the end it prints the tables and writes
-DIR/index.html. Intervals are over documents, of the mean of the seeds; a table shows every seed.
+those of all recipes and their controls. Every run has a folder DIR/NAME-SEED; the same command
+continues after an interruption and computes what is missing. At the end it prints the tables and
+writes DIR/index.html. Intervals are over seeds and documents; a table shows every seed.
 """
 
 from pathlib import Path
@@ -31,13 +31,14 @@ def main(argv: list[str]) -> None:
     own = [text for text in FLAGS.param if text.partition(".")[0].strip() in classes]
     params = [text for text in FLAGS.param if text not in own]
     config = load_config(StudyConfig, FLAGS.gin, own, config_dir=cli.CONFIG_DIR)
-    chosen = config.chosen(FLAGS.only)
+    runs = config.runs(params)
+    chosen = config.chosen(runs, FLAGS.only)
     path = Path(FLAGS.run_dir or f"runs/study-{Path(FLAGS.gin).stem}")
     with RunDirectory(path).lock():
-        texts = held_out_texts(config, params, path)
+        texts = held_out_texts(config, runs, path)
         for name, seed in chosen:
-            compute(config, name, seed, params, texts, path)
-        write_study(config, texts, path)
+            compute(config, name, seed, runs[name], texts, path)
+        write_study(config, runs, texts, path)
 
 
 if __name__ == "__main__":

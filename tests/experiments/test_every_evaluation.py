@@ -24,6 +24,7 @@ SMALL = {
     "position": ("--max_rows=4", "--seq_len=256"),
     "recurrence": ("--max_rows=4", "--seq_len=256"),
     "distillation": ("--max_rows=4", "--seq_len=256"),
+    "controls": ("--max_rows=4", "--seq_len=256"),
     "ruler": ("--lengths=5000", "--samples=1", "--tasks=niah_single_2"),
     "babilong": ("--lengths=1k", "--samples=1", "--tasks=qa1"),
     "harness": ("--tasks=hellaswag", "--data=HERE"),
@@ -33,6 +34,7 @@ SMALL = {
     "gap": ("--windows=4", "--layers=0", "--length=100", "--max_documents=2"),
     "stream": ("--window=4", "--length=100", "--max_documents=2"),
 }
+ONE_SERIES = ("controls", "distillation", "gap", "stream")
 RUNS = {"recall": "recall", "evidence": "evidence", "needle": "evidence", "stream": "swa"}
 
 
@@ -58,7 +60,7 @@ def test_every_task_runs_from_its_options_to_the_page(tmp_path):
             evaluate(parse_options(task, f"task {name}", options), subject, 2).write()
         folder = subject.run_dir / "eval" / name
         result = json.loads((folder / "results.json").read_text())
-        assert len(result["series"]) == (1 if name in ("distillation", "gap", "stream") else 2)
+        assert len(result["series"]) == (1 if name in ONE_SERIES else 2)
         assert all(result["series"].values())
         assert any(path.suffix == ".png" for path in folder.iterdir())
         assert not (folder / ".unfinished").exists()

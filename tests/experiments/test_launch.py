@@ -97,7 +97,7 @@ def test_evaluation_writes_json_csv_and_a_picture(finished):
     assert "go on" in commands.output("report", *places, "--next=go on")
     assert {path.name for path in (run_dir / "page").iterdir()} == {
         *("index.html", "recall.png", "needle.png"),
-        *("training.png", "memory_ratio.png", "gate_mean.png"),
+        *("training.png", "memory_ratio.png", "gate_mean.png", "window_share.png"),
     }
 
 

@@ -21,6 +21,7 @@ from ttcd_jax.measure.by_document import means_over_documents
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.tasks.recall import Evidence
+from ttcd_jax.train.flops import training_flops_per_token
 
 INCLUDED = ("data/text_bytes.gin", "train/adamw_short.gin")
 BINDINGS = (
@@ -69,6 +70,10 @@ def _study(folder: Path, *params: str) -> StudyConfig:
     return load_config(StudyConfig, str(folder / "study.gin"), params, config_dir=CONFIG_DIR)
 
 
+def _texts(study, path):
+    return runs.held_out_texts(study, study.runs(), path)
+
+
 @pytest.fixture(scope="module")
 def computed(folder):
     """A study's folder, and the commands that it took."""
@@ -82,11 +87,12 @@ def computed(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "subprocess", types.SimpleNamespace(run=run))
         for _ in range(2):  # the second time nothing is missing
-            texts = runs.held_out_texts(config, [], path)
-            for name, seed in config.chosen():
-                runs.compute(config, name, seed, [], texts, path)
+            recipes = config.runs()
+            texts = runs.held_out_texts(config, recipes, path)
+            for name, seed in config.chosen(recipes):
+                runs.compute(config, name, seed, recipes[name], texts, path)
         patch.chdir(folder)  # as the command is given: relative to the working directory
-        write_study(config, texts, Path(path.name))
+        write_study(config, recipes, texts, Path(path.name))
     return path, started
 
 
@@ -96,7 +102,7 @@ def test_every_run_is_trained_once_and_evaluated_on_the_same_pieces(computed):
     assert sorted(x.name for x in path.glob("*-*")) == [
         *("base-3", "base-5", "other-3", "other-5", "third-3")
     ]
-    texts = runs.held_out_texts(_study(path.parent), [], path)["corpus"]
+    texts = _texts(_study(path.parent), path)["corpus"]
     pieces = [x.read_text() for x in sorted(texts.iterdir())]
     assert [len(piece) for piece in pieces] == [40] * 6
     with RunDirectory(path).lock(), pytest.raises(DataError, match="no file under"):
@@ -114,13 +120,13 @@ def test_tables_are_means_of_seeds_and_paired_differences(computed):
         return [x for x in found if x["positions"] == "1-31"]
 
     def sums(name, label):
-        nll = np.zeros((6, 1))
-        for seed in (3, 5):
+        nll = np.zeros((2, 6, 1))
+        for index, seed in enumerate((3, 5)):
             for x in records(name, seed, label):
-                nll[x["document"]] += x["nll"]
+                nll[index, x["document"]] += x["nll"]
         return nll
 
-    tokens = np.full((6, 1), 2.0 * 31)
+    tokens = np.full((6, 1), 31.0)
     expected = means_over_documents(sums("other", ", fast weights on") - sums("base", ""), tokens)
     tables = (path / "tables.txt").read_text()
     table = tables.split("Loss by position (corpus): nats per token, less base\n")[1]
@@ -129,7 +135,14 @@ def test_tables_are_means_of_seeds_and_paired_differences(computed):
     half = (expected.high[0] - expected.low[0]) / 2
     assert cell == f"{expected.mean[0]:.3f}±{half:.3f}"
     page = (path / "index.html").read_text()
-    assert page.count("<img") == 7
+    assert page.count("<img") == 8
+    assert "share of the headroom between base and third" in tables
+    by_document = tables.split("Loss by position (corpus): nats per token, less base, by document")[
+        1
+    ]
+    assert by_document.splitlines()[1].split() == ["recipe", "0.txt", "1.txt"]
+    costs = tables.splitlines()[1]
+    assert all(x in costs for x in ("training FLOPs", "gate", "window share"))
     assert "other, off (eta = 0)" in page
 
 
@@ -178,16 +191,17 @@ def test_results_of_other_pieces_and_settings_are_not_shown_again(computed, fold
     monkeypatch.setattr(runs, "evaluate", lambda task, *_: evaluated.append(task.name) or done)
     for params, names in (((), []), (["StudyConfig.max_pieces=4"], ["position", "recurrence"])):
         config = _study(folder, *params)
-        texts = runs.held_out_texts(config, [], path)
+        texts = _texts(config, path)
         assert len([*texts["corpus"].iterdir()]) == config.max_pieces
-        runs.compute(config, "base", 3, [], texts, path)
+        runs.compute(config, "base", 3, config.runs()["base"], texts, path)
         assert evaluated == names
-    changed = config, "base", 3, ["RunConfig.steps=2"], {}, path
+    changed = config, "base", 3, config.runs(["RunConfig.steps=2"])["base"], {}, path
     refused("of another configuration: steps: 1 -> 2; choose", runs.compute, *changed)
 
 
 def test_mistakes_are_refused(folder, tmp_path):
-    refused("--only=x is not one of the study's base, other, third", _study(folder).chosen, ["x"])
+    names, study = "base, other, third", _study(folder)
+    refused(f"--only=x is not one of the study's {names}", study.chosen, study.runs(), ["x"])
     refused(
         "two recipes of the study have one name", _study, folder, "StudyConfig.once=('x/base',)"
     )
@@ -198,11 +212,39 @@ def test_mistakes_are_refused(folder, tmp_path):
         ("one data configuration", f"once=('{folder}/longer.gin',)"),
     ):
         study = _study(folder, f"StudyConfig.{param}")
-        refused(words, runs.held_out_texts, study, [], tmp_path)
+        refused(words, _texts, study, tmp_path)
 
 
 def test_a_study_without_evaluations_shows_the_memory(computed, folder):
     path, _ = computed
-    write_study(_study(folder, "StudyConfig.evaluations=()"), {}, path)
-    assert (path / "index.html").read_text().count("<img") == 3
+    study = _study(folder, "StudyConfig.evaluations=()")
+    write_study(study, study.runs(), {}, path)
+    assert (path / "index.html").read_text().count("<img") == 4
     assert "|eta S| / |W_base|" in (path / "tables.txt").read_text()
+
+
+def test_controls_of_a_recipe_are_its_own_run_with_one_change(folder):
+    """No gap, eta 0, SWA for as many FLOPs, a gated delta rule; none of a recipe without a memory,
+    and equal ones once."""
+    kinds = ("no_gap", "eta0", "swa", "swa_flops", "gated_delta")
+    study = _study(folder, f"StudyConfig.controls={kinds}")
+    found = study.runs(["RunConfig.steps=50"])
+    # SWA is the base itself.
+    names = ["other_no_gap", "other_eta0", "other_swa_flops", "other_gated_delta"]
+    assert [*found] == ["base", "other", *names, "third"]
+    base, other, no_gap, eta0, flops, gated = (x.config for x in [*found.values()][:-1])
+    assert other.model.student_window < 8
+    assert no_gap == other.replace(model=other.model.replace(student_window=8))
+    silent = other.model.replace(memory=other.model.memory.replace(eta=0.0))
+    assert eta0 == other.replace(model=silent)
+    assert flops == base.replace(steps=flops.steps)
+    cost = training_flops_per_token
+    ratio = cost(other.model, 32) / cost(base.model, 32)
+    assert flops.steps == round(50 * ratio) > 55
+    assert (gated.model.method, gated.model.fast_layers) == ("gated_deltanet_hybrid", (0,))
+    assert gated.model.memory.conv_init == "previous"
+    assert gated.steps == 50
+    assert study.chosen(found, ["other_eta0"]) == [("other_eta0", 3), ("other_eta0", 5)]
+    (folder / "other_eta0.gin").write_text((folder / "base.gin").read_text())
+    again = study.replace(once=(f"{folder}/other_eta0.gin",))
+    refused("other_eta0.gin is not the control eta0: rename it", again.runs)

@@ -140,6 +140,7 @@ ELEMENTS = {
     "deltanet": (0, 2 * 2 * 4 * 6, 2 * (R - 1) * 2 * (2 * 4 + 6)),
     "gated_deltanet": (0, 2 * 2 * 4 * 6, 2 * (R - 1) * 2 * (2 * 4 + 6)),
     "deltanet_hybrid": (2 * RING, 2 * 4 * 6, 0),
+    "gated_deltanet_hybrid": (2 * RING, 2 * 4 * 6, (R - 1) * 2 * (2 * 4 + 6)),
     "lact": (2 * RING, 2 * 2 * 3 * 2 * 4 * 4, 2 * L * 2 * (2 * 4 + 4)),
 }
 

@@ -1,6 +1,7 @@
 """The choice of documents, its manifest, and intervals over documents."""
 
 import io
+import itertools
 import json
 
 import numpy as np
@@ -212,3 +213,33 @@ def test_a_mean_and_its_interval_are_one_cell():
     assert [*by_document.cells([8, 16, 32, 64], means).values()] == expected
     ends = by_document.cells([8], Means(*np.exp([[0.7], [0.1], [1.3]])), has_ends=True)
     assert ends == {8: "2.014 (1.105 to 3.669)"}
+
+
+@pytest.mark.parametrize(("seeds", "documents"), [(3, 12), (5, 8), (2, 6)])
+def test_intervals_over_seeds_and_documents_hold_what_they_promise(seeds, documents):
+    """2,000 studies of three sources of variance each, documents of many lengths; those over
+    documents of the mean of the seeds do not hold it where seeds differ."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(50, 400, (documents, 1)) * np.ones((1, 2000))
+    for of_seed, of_document, rest in itertools.product((0, 0.3, 1), (0.1, 1), (0.1, 1)):
+        shapes = (seeds, 1, 2000), (1, documents, 2000), (seeds, documents, 2000)
+        sizes = of_seed, of_document, rest
+        draws = (x * rng.standard_normal(y) for x, y in zip(sizes, shapes, strict=True))
+        sums = tokens * (2 + sum(draws))
+        found = means_over_documents(sums, tokens)
+        assert 0.91 < ((found.low <= 2) & (found.high >= 2)).mean() < 1, sizes
+        alone = means_over_documents(sums.sum(axis=0), seeds * tokens)
+        np.testing.assert_allclose(found.mean, alone.mean)
+        if of_seed == 1:
+            assert ((alone.low <= 2) & (alone.high >= 2)).mean() < 0.85
+
+
+def test_intervals_of_one_seed_are_over_documents():
+    rng = np.random.default_rng(0)
+    sums, tokens = rng.standard_normal((9, 3)), np.full((9, 3), 7.0)
+    alone, one = means_over_documents(sums, tokens), means_over_documents(sums[None], tokens)
+    half = scipy.stats.t.ppf(0.975, 8) * sums.std(axis=0, ddof=1) / 3 / 7
+    np.testing.assert_allclose(alone.high - alone.mean, half)
+    np.testing.assert_allclose(one, alone)
+    nothing = means_over_documents(np.zeros((2, 9, 3)), tokens)
+    assert not np.any(nothing)

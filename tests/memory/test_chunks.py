@@ -27,6 +27,7 @@ def test_a_summary_is_over_the_counted_tokens():
         change=jnp.array([[[0.0, 2.0, 5.0, 9.0]]]),
         is_moved=jnp.array([[[False, True, True, True]]]),
         cosine=jnp.array([[[1.0, 0.5, -1.0, 1.0]]]),
+        windows=jnp.array([[[0.0, 1.0, 2.0, 9.0]]]),
     )
     measures = summary(found, jnp.array([[True, True, True, False]]))
     assert jax.tree.map(lambda x: round(float(x[0]), 6), measures) == {
@@ -38,6 +39,7 @@ def test_a_summary_is_over_the_counted_tokens():
         "change": 0.25,
         "loss": 0.5,
         "loss_on": round((1 + 0.25 + 4) / 6, 6),
+        "window_share": round((1 + 4) / (4 + 25), 6),
     }
     nothing = summary(found, jnp.zeros((1, 4), bool))
     assert all(np.isnan(x).all() for x in nothing.values())
@@ -46,6 +48,6 @@ def test_a_summary_is_over_the_counted_tokens():
 def test_a_token_with_nothing_to_read_is_not_moved_whatever_rounding_does():
     y_teacher, y_student, y = draw(1, *[(1, 2, 3, 6)] * 3, dtype=jnp.float32)
     ids = jnp.asarray([[[1, 1, 2], [2, 2, 3]]])
-    args = y_teacher, y_student, y, y, y
+    args = y_teacher, y_student, y, y, y, y
     moved = [distances(*args, segments).is_moved.tolist() for segments in (None, ids)]
     assert moved == [[[[False] * 3, [True] * 3]], [[[False] * 3, [True, True, False]]]]

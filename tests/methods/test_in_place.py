@@ -262,6 +262,46 @@ def test_statistics_measure_the_gate_and_carry_no_gradient(float64):
     assert not np.asarray(gradient).any()
 
 
+def _window_share(module, x, t, ids=None):
+    return jax.jit(module.remember)(x, t, ids)[1].window_share
+
+
+@pytest.mark.parametrize("name", ["plain", "symmetric", "nothing but the memory"])
+def test_the_share_of_the_windows_is_that_of_the_definition(name, float64):
+    """|conv_S(z_T - z_S) W P beta|^2 over |e|^2 of the document that the last chunk writes: here
+    its tokens 1 and 2 of 4, the last one padding; taps reach no other document."""
+    module, (x, t) = _module(name), checks.draw(1, (1, 11, D), (1, 11, D))
+    ids = np.repeat([[7, 4]], [9, 2], axis=1)
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+    def errors(seen):  # by the student
+        views = []
+        for name, rows in (("teacher_conv", x), ("student_conv", seen)):
+            z = module.features(jnp.pad(rows[:, 8:], ((0, 0), (0, 1), (0, 0))))[:, None]
+            segments = jnp.asarray([[[7, 4, 4, 4]]])
+            if name in params:
+                z = definitions.short_conv(
+                    z, params[name], segments, module.settings.is_conv_causal
+                )
+            views.append(z[0, 0, 1:3])
+        e = (views[0] - views[1]) @ params["down"] @ params.get("proj", np.eye(D))
+        gate = jax.nn.sigmoid(t[0, 9:] @ params["rate"]) if "rate" in params else np.ones(2)
+        return e * gate[:, None]
+
+    made = errors(t) - errors(x)
+    expected = (made**2).sum() / (errors(t) ** 2).sum()
+    checks.assert_close(_window_share(module, x, t, jnp.asarray(ids)), expected, 1e-6)
+
+
+def test_the_share_of_the_windows_is_none_of_equal_views_and_all_of_equal_taps(float64):
+    x, t = checks.draw(1, (2, 12, D), (2, 12, D))
+    assert _window_share(_module("plain"), x, x) == 0
+    assert _window_share(_module("nothing but the memory"), x, t) == 1
+    assert _window_share(_module("ideal"), x, t) == 1
+    assert _window_share(_module("plain"), 0 * x, 0 * t) == 0  # nothing is written
+    assert _window_share(_module("targets"), x, t) is None
+
+
 @pytest.mark.parametrize("name", ["plain", "continued", "renormalized", "attention", "folded"])
 def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32(name):
     ids = jnp.asarray(np.repeat([[3, 8], [4, 4]], [6, 9], axis=1))
@@ -277,19 +317,24 @@ def _measured(module, x, t):
 def _distances(module, x, t, ids):
     """Of one row, from how the definition reads every token."""
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    w, found = params["down"], []
-    for read in definitions.in_place_reads(module.settings, params, x, t, ids)[0]:
+    w, found, args = params["down"], [], (module.settings, params, x, t, ids)
+    without = definitions.in_place_reads(*args, has_gap=False)[0]
+    for read, other in zip(definitions.in_place_reads(*args)[0], without, strict=True):
         target, gap = read.teacher @ w, (read.teacher - read.student) @ w
         rows = target, gap, target - read.student @ read.weight
         rows += (read.teacher - read.student) @ read.weight, read.z_out @ (read.weight - w)
         move = read.student @ (read.weight - w)
         sizes = np.linalg.norm(gap) * np.linalg.norm(move)
         cosine = gap @ move / sizes if read.has_memory else 0.0
-        found.append([*map(np.linalg.norm, rows), read.has_memory, cosine])
+        windows = np.linalg.norm(read.z_out @ (read.weight - other.weight))
+        found.append([*map(np.linalg.norm, rows), read.has_memory, cosine, windows])
     return np.array(found, float).T
 
 
-@pytest.mark.parametrize("name", ["continued", "student output", "leaking", "ideal"])
+MEASURED = ["continued", "student output", "leaking", "ideal", "corrected", "normalized errors"]
+
+
+@pytest.mark.parametrize("name", MEASURED)
 def test_distances_to_the_teacher_are_those_of_the_definition(name, float64):
     """Several documents in a row, the last chunk ragged."""
     module = _module(name)

@@ -9,6 +9,7 @@ from flax import nnx
 from small_models import FLOAT64, small_attention
 
 from ttcd_jax import AttentionConfig, Precision
+from ttcd_jax.methods.delta_net import DeltaRuleConfig
 from ttcd_jax.methods.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from ttcd_jax.methods.lact import LaCT, LaCTConfig, LaCTMemoryConfig
 
@@ -117,3 +118,15 @@ def test_parameters_of_the_gated_delta_rule_start_as_published(monkeypatch):
         lambda key, shape, dtype=float, minval=0, maxval=1: jnp.full(shape, minval, dtype),
     )
     assert jnp.isfinite(GatedDeltaNet(config, rngs=nnx.Rngs(0)).decay_log[...]).all()
+
+
+def test_keys_of_the_delta_rule_can_start_at_the_token_before(float64):
+    """What is read after a token that came before is what followed it."""
+    rule = DeltaRuleConfig(chunk_size=L, conv_init="previous")
+    sizes = {"dim": D, "num_heads": 2, "head_dim": 4, "precision": FLOAT64}
+    layer = GatedDeltaNet(GatedDeltaNetConfig(**sizes, rule=rule), rngs=nnx.Rngs(0))
+    for name, lag in (("query", 0), ("key", 1), ("value", 0)):
+        expected = np.zeros((4, 8))
+        expected[3 - lag] = 1
+        checks.assert_same(getattr(layer, f"{name}_conv")[...], expected)
+    checks.refused("has no tap for the token before", rule.replace, num_taps=1)

@@ -25,6 +25,7 @@ MODEL = config_of("ipttcd", num_layers=2, fast_layers=(1,), precision=Precision(
 CONFIG = run_config(MODEL, data=BatchesConfig(seq_len=12), steps=5, batch_size=4, log_every=2)
 WITH_GAP = (*IN_STEP, "distillation")
 NAMES = ["change", "closer", "cosine", "gap", "gap_both", "gap_on", "loss", "loss_on"]
+NAMES += ["window_share"]
 
 
 def _batches(start):

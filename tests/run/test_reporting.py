@@ -1,6 +1,8 @@
 """What a run says of its steps; tests/soak kills it and tears its records."""
 
 import json
+import math
+import re
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -48,12 +50,26 @@ def test_what_a_run_says_of_its_speed_is_that_of_the_clock(tmp_path, capsys, mon
     assert all(json.loads(line, parse_constant=pytest.fail) for line in lines)  # no NaN
 
 
-def test_a_loud_memory_and_a_shut_gate_are_warned_of_once(caplog):
-    warned = set()
-    quiet = {"memory_ratio/0": 1.9, "gate_mean/0": 0.02, "loss": 9.0}
-    loud = {"memory_ratio/0": 3.5, "memory_ratio/1": 0.1, "gate_mean/0": 0.004}
-    for step, record in enumerate((quiet, loud, loud), start=1):
-        reporting._warn_of_memory(step, record, warned)
-    ratio, gate = (record.getMessage() for record in caplog.records)
-    assert ratio.startswith("step 2: memory_ratio/0 is 3.5, the memory outgrows its weight: lower")
-    assert gate.startswith("step 2: gate_mean/0 is 0.004, the gate of the memory shuts")
+def _warned_at(caplog, name, values):
+    """The steps at which a watch warns, with every text."""
+    caplog.clear()
+    watch = reporting.MemoryWatch()
+    for step, value in enumerate(values, start=1):
+        watch.warn(step, {"loss": 9.0, name: value, "skipped": "a text"})
+    texts = [record.getMessage() for record in caplog.records]
+    return [int(re.match(r"step (\d+): ", text)[1]) for text in texts], texts
+
+
+def test_memories_are_warned_of_by_the_median_of_a_window(caplog):
+    """One loud step is none; a loud memory is told of again when it doubles, or after ten times as
+    many steps; so are a shut gate and errors that the windows hardly make."""
+    for values in ([1.9] * 30 + [9.0] * 9 + [1.9] * 30, [9.0] * 9, [math.nan] * 30):
+        assert _warned_at(caplog, "memory_ratio/0", values)[0] == []
+    steps, texts = _warned_at(caplog, "memory_ratio/1", [3.0] * 120 + [6.1] * 20)
+    assert steps == [10, 100, 131]
+    wanted = "step 10: memory_ratio/1 is 3, the median of 10 logged values: the memory outgrows its"
+    assert texts[0].startswith(wanted)
+    steps, texts = _warned_at(caplog, "gate_mean/0", [0.02] * 20 + [0.004] * 30)
+    assert (steps, "the gate of the memory shuts" in texts[0]) == ([31], True)
+    steps, texts = _warned_at(caplog, "window_share/0", [0.06] * 20 + [0.04] * 20 + [0.0] * 60)
+    assert (steps, "it is no context distillation" in texts[0]) == ([31, 51], True)

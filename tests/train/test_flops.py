@@ -57,6 +57,7 @@ COLUMNS = {
     "deltanet": MODEL.dim * MODEL.num_heads,
     "gated_deltanet": 2 * MODEL.dim * MODEL.num_heads,
     "deltanet_hybrid": MODEL.dim * MODEL.num_heads,
+    "gated_deltanet_hybrid": 2 * MODEL.dim * MODEL.num_heads,
     "lact": 5 * MODEL.dim * 2,
 }
 NO_ATTENTION = ("deltanet", "gated_deltanet")

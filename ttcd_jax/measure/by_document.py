@@ -179,19 +179,36 @@ class Means(NamedTuple):
 
 def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
     """The means per token of K quantities, from their `sums` over the tokens of each document and
-    the `counts` of these tokens, both [documents, K].
+    the `counts` of these tokens, both [documents, K]; of several seeds, sums [seeds, documents, K].
 
     A mean is the ratio of the two totals, its variance that of a ratio estimator (Cochran, Sampling
     Techniques, 1977, 6.3), and its interval Student's t with one degree of freedom less than
     documents with tokens, which holds for few documents too. It is unknown with fewer than five,
     whose losses say too little of others. For a difference of two models, give the differences of
     their sums: the interval is that of pairs.
+
+    Seeds and documents are crossed random effects: with their mean squares M and that of the rest
+    the variance is (M_seeds + M_documents - M_rest) / (seeds documents), at least either of the
+    first two, with the degrees of freedom of Satterthwaite (1946).
     """
-    documents, total = (counts != 0).sum(axis=0), counts.sum(axis=0)
+    sums = sums[None] if sums.ndim == 2 else sums
+    seeds, documents, total = len(sums), (counts != 0).sum(axis=0), counts.sum(axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        mean = sums.sum(axis=0) / total
-        variance = ((sums - mean * counts) ** 2).sum(axis=0) * documents / (documents - 1)
-        half = stdtrit(documents - 1, (1 + _COVERAGE) / 2) * np.sqrt(variance) / total
+        mean = sums.mean(axis=0).sum(axis=0) / total
+        weights = counts / (total / documents)
+        rest = (sums - mean * counts) / (total / documents)  # a mean of 0
+        of_document, of_seed = rest.mean(axis=0), rest.sum(axis=1, keepdims=True) / documents
+        rest = rest - of_document - weights * of_seed
+        free = np.stack([documents - 1, 0 * documents + seeds - 1, (documents - 1) * (seeds - 1)])
+        squares = seeds * of_document[None] ** 2, documents * of_seed**2, rest**2
+        free, sums = np.maximum(free, 1), [x.sum(axis=(0, 1)) for x in squares]
+        mean_squares = np.stack(sums) / free
+        variance = mean_squares[0] + mean_squares[1] - mean_squares[2]
+        variance = np.maximum(variance, mean_squares[:2].max(axis=0))
+        freedom = variance**2 / (mean_squares**2 / free).sum(axis=0)
+        freedom = np.fmax(freedom, free[:2].min(axis=0))
+        half = np.sqrt(variance / (seeds * documents))
+        half = half * stdtrit(freedom, (1 + _COVERAGE) / 2)
     half = np.where(documents >= _LEAST_DOCUMENTS, half, np.nan)
     return Means(mean, mean - half, mean + half)
 
@@ -217,8 +234,17 @@ def means_of(series: Series[Any], bucket: Bucket) -> tuple[Curves, Curves]:
 def differences(records: Sequence[Any], base: Sequence[Any], bucket: Bucket) -> Curve:
     """The buckets, and nats per token of `records` less those of `base`, in pairs. Raises
     `UserError` for records of other tokens or buckets."""
-    names, (nll, base_nll), tokens = _paired_sums([records, base], bucket)
-    return names, means_over_documents(nll - base_nll, tokens)
+    return means_over_seeds([records], bucket, [base])
+
+
+def means_over_seeds(
+    seeds: Sequence[Sequence[Any]], bucket: Bucket, base: Sequence[Sequence[Any]] = ()
+) -> Curve:
+    """The buckets, and nats per token of the records of all `seeds`, less those of the same seeds
+    of a `base` if there is one. Raises `UserError` for records of other tokens or buckets."""
+    names, nll, tokens = _paired_sums([*seeds, *base], bucket)
+    found, less = np.stack(nll[: len(seeds)]), nll[len(seeds) :]
+    return names, means_over_documents(found - np.stack(less) if less else found, tokens)
 
 
 def _paired_sums(

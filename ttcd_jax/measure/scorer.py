@@ -31,6 +31,7 @@ from ttcd_jax.inference.state import InferenceState
 from ttcd_jax.measure.journal import Answer, Journal, RowProgress
 from ttcd_jax.models.config import TransformerConfig, memory_chunk
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.row import Control
 from ttcd_jax.sharding import rules
 from ttcd_jax.sharding.batch import Placement
 from ttcd_jax.tokens import check_tokens
@@ -115,6 +116,26 @@ class Scorer:
         """The scores [T] of tokens 1 .. T of every row [T + 1], int, read as it is; or of `targets`
         [T] in their place."""
         return self._scores([np.asarray(row) for row in rows], [0] * len(rows), targets)
+
+    def controlled(self, rows: Sequence[np.ndarray], control: Control) -> list[Scores]:
+        """`losses` of rows of one length under a control of the memories, read in one pass; no row
+        holds its own writes or those of the row beside it, where there are more than three."""
+        found: dict[int, Scores] = {}
+        least, half = rules.axis_size("data") * rules.axis_size("fsdp"), -(-len(rows) // 2)
+        size = max(min(self.batch_size, len(rows)) // least, 1) * least
+        size += least * (size > len(rows) and size % len(rows) == 1)  # its first row is its last
+        order = np.array([i // 2 + i % 2 * half for i in range(len(rows))])
+        for start in range(0, len(rows), size):
+            index = order[np.arange(start, start + size) % len(rows)]
+            tokens = np.stack([rows[i] for i in index])
+            pairs, lengths = (
+                np.stack([tokens[:, :-1], tokens[:, 1:]], 2),
+                np.full(size, tokens.shape[1] - 1),
+            )
+            scores = self._in_one_pass(pairs, lengths, control)
+            for i, *fields in zip(index.tolist(), *scores, strict=True):
+                found[i] = Scores(*(x[: lengths[0]] for x in fields))
+        return [found[i] for i in range(len(rows))]
 
     def loglikelihoods(self, requests: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Likelihood]:
         """The likelihood of every (context, continuation), tokens [C] and [T], each of at least one
@@ -316,7 +337,9 @@ class Scorer:
             fetch(*piece)
         return [tuple(map(np.concatenate, zip(*parts, strict=True))) for parts in found]
 
-    def _in_one_pass(self, rows: np.ndarray, lengths: np.ndarray) -> Scores:
+    def _in_one_pass(
+        self, rows: np.ndarray, lengths: np.ndarray, control: Control | None = None
+    ) -> Scores:
         """The scores [B, T] of rows [B, T, 2] of which the first `lengths` count, from one forward
         pass of all processes."""
         unit = rules.axis_size("seq") * (memory_chunk(self.model.config) or 1)
@@ -324,7 +347,7 @@ class Scorer:
         batch = {"tokens": rows[..., 0], "targets": rows[..., 1]}
         if _reads_ahead(self.model.config):  # padding is another document
             batch["segment_ids"] = np.arange(rows.shape[1]) < lengths[:, None]
-        found = _forward_scores(*nnx.split(self.model), placed(batch))
+        found = _forward_scores(*nnx.split(self.model), placed(batch), control)
         return Scores(*map(np.array, jax.device_get(found)))
 
 
@@ -384,13 +407,16 @@ def _taken(state: InferenceState, index: Int[Array, " R"]) -> InferenceState:
     return jax.tree.map(lambda x, names: rules.constrain(x, *names), taken, axes)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 3))
 def _forward_scores(
-    graph: nnx.GraphDef[Transformer], params: nnx.GraphState, batch: dict[str, Any]
+    graph: nnx.GraphDef[Transformer],
+    params: nnx.GraphState,
+    batch: dict[str, Any],
+    control: Control | None,
 ) -> tuple[jax.Array, jax.Array]:
     """One program for every evaluation of a model, however often its parameters change."""
     model = nnx.merge(graph, params)
-    hidden, _ = model.forward(batch["tokens"], batch.get("segment_ids"))
+    hidden, _ = model.forward(batch["tokens"], batch.get("segment_ids"), control=control)
     return whole(token_scores(hidden, model.head_weight(), batch["targets"]))
 
 

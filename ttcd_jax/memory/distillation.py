@@ -41,6 +41,7 @@ class Distillation(NamedTuple):
     # rounding.
     is_moved: Bool[Array, "..."]
     cosine: Float[Array, "..."]  # of y - y_S and y_T - y_S; 0 where it is not moved
+    windows: Float[Array, "..."]  # |z_out (W_i - W_i without what the windows make of the errors)|
 
 
 def distances(
@@ -49,10 +50,12 @@ def distances(
     y: Float[Array, "B C L D"],
     both: Float[Array, "B C L D"],
     change: Float[Array, "B C L D"],
+    windows: Float[Array, "B C L D"],
     segments: Int[Array, "B C L"] | None,
 ) -> Distillation:
     """The measures of rows by chunk, [B, C, L]. `both` is (z_T - z_S) W_i, `change` the memory's
-    addition to the layer's output; without `segments` a row is one document."""
+    addition to the layer's output, `windows` the part of it that goes with the gap; without
+    `segments` a row is one document."""
     wide, eps = jnp.promote_types(y.dtype, jnp.float32), jnp.finfo(y.dtype).eps
     length, (_, C, L, _) = functools.partial(jnp.linalg.norm, axis=-1), y.shape
     teacher, student, y = (x.astype(wide) for x in (y_teacher, y_student, y))
@@ -63,9 +66,10 @@ def distances(
     if segments is not None:
         is_moved &= memory_mask(segments, C * L, L).reads
     cosine = jnp.sum(gap * move, axis=-1) / jnp.where(is_moved, off * step, 1)
-    on, both, change = (length(x.astype(wide)) for x in (teacher - y, both, change))
+    lengths = (length(x.astype(wide)) for x in (teacher - y, both, change, windows))
+    on, both, change, windows = lengths
     cosine = jnp.where(is_moved, cosine, 0)
-    return Distillation(size, off, on, both, change, is_moved, cosine)
+    return Distillation(size, off, on, both, change, is_moved, cosine, windows)
 
 
 def summary(
@@ -75,8 +79,9 @@ def summary(
 
     `gap`, `gap_on`, `gap_both`, `change`: means relative to |y_T|, over tokens where it is not
     zero. `cosine`, and `closer`, the share that comes closer to the teacher: over those that the
-    memory moves. `loss`, `loss_on`: L_CD. NaN where no token is left,
-    null in the metrics of a run.
+    memory moves. `loss`, `loss_on`: L_CD. `window_share`: of what is read, |what a memory would
+    lack whose student sees what the teacher sees|^2 / |change|^2. NaN where no token is left, null
+    in the metrics of a run.
     """
     counts = jnp.ones(found.teacher.shape[1:], bool) if counted is None else counted
     counts = jnp.broadcast_to(counts, found.teacher.shape)
@@ -95,4 +100,5 @@ def summary(
         "change": mean(found.change * relative, has_teacher),
         "loss": mean(found.off**2 / 2, counts),
         "loss_on": mean(found.on**2 / 2, counts),
+        "window_share": mean(found.windows**2, counts) / mean(found.change**2, counts),
     }

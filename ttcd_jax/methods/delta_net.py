@@ -10,7 +10,7 @@ the paper's hybrid baseline puts after attention.
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +36,20 @@ Channels = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaRuleConfig(registry.Settings):
-    """The settings of the method. `num_taps` of its convolutions; `value_expansion`: channels of a
-    value head per channel of a key head; `chunk_size` changes the speed, not the result."""
+    """The settings of the method. `num_taps` of its convolutions, which begin as `conv_init`:
+    "previous" starts keys at the token before, queries and values at the token itself.
+    `value_expansion`: channels of a value head per channel of a key head; `chunk_size` changes the
+    speed, not the result."""
 
     num_taps: Positive = 4
+    conv_init: Literal["uniform", "previous"] = "uniform"
     value_expansion: PositiveFloat = 1
     chunk_size: Positive = 64
+
+    def validate(self) -> None:
+        super().validate()
+        if self.conv_init == "previous" and self.num_taps == 1:
+            raise UserError("a convolution of num_taps=1 has no tap for the token before: use 2")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,17 +213,19 @@ class DeltaNet(DeltaSublayer, config=DeltaNetConfig):
         super().__init__(config, rngs=rngs)
         self.look_back = config.rule.num_taps - 1
         self.query_conv = self._init_conv(rngs, config.head_dim)
-        self.key_conv = self._init_conv(rngs, config.head_dim)
+        self.key_conv = self._init_conv(rngs, config.head_dim, lag=1)
         self.value_conv = self._init_conv(rngs, config.value_head_dim)
         ones = jnp.ones((config.value_head_dim,), config.precision.param_dtype)
         self.head_norm = param(ones, ("head_dim",))
 
-    def _init_conv(self, rngs: nnx.Rngs, head_dim: int) -> nnx.Param:
-        """Taps [R, N * head_dim] uniform in +-1/sqrt(R), as PyTorch initializes a
-        depthwise convolution."""
+    def _init_conv(self, rngs: nnx.Rngs, head_dim: int, lag: int = 0) -> nnx.Param:
+        """Taps [R, N * head_dim] uniform in +-1/sqrt(R), as PyTorch initializes a depthwise
+        convolution; or 1 at the token `lag` before."""
         shape = (self.config.rule.num_taps, self.config.num_heads * head_dim)
         bound, dtype = shape[0] ** -0.5, self.config.precision.param_dtype
         taps = jax.random.uniform(rngs.params(), shape, dtype, -bound, bound)
+        if self.config.rule.conv_init == "previous":
+            taps = jnp.zeros_like(taps).at[-1 - lag].set(1)
         return param(taps, ("taps", "heads"), is_operand=False)
 
     def channels(self, channels: Channels, segment_ids: Int[Array, "B T"] | None) -> Channels:
@@ -267,8 +277,10 @@ def delta_block(
     return BlockConfig(mixer=part, mlp=config.mlp())
 
 
-def _hybrid_block(config: registry.ModelConfig, settings: DeltaRuleConfig) -> BlockConfig:
-    delta = config.part(DeltaSublayerConfig, head_dim=config.head_size, rule=settings)
+def hybrid_block(
+    sublayer: type[DeltaSublayerConfig], config: registry.ModelConfig, settings: DeltaRuleConfig
+) -> BlockConfig:
+    delta = config.part(sublayer, head_dim=config.head_size, rule=settings)
     return HybridBlockConfig(mixer=config.attention(), delta=delta, mlp=config.mlp())
 
 
@@ -300,6 +312,6 @@ def _write(config: registry.ModelConfig, settings: DeltaRuleConfig) -> dict[str,
 _PURE = functools.partial(delta_block, DeltaNetConfig), "all", DeltaRuleConfig
 _REFERENCE = registry.Reference(("delta_net",), DELTA_KEYS, DELTA_FIXED | _FIXED, _read, _write)
 registry.register(registry.Method("deltanet", "DeltaNet", *_PURE, _REFERENCE))
-_HYBRID = _hybrid_block, "fast", DeltaRuleConfig
+_HYBRID = functools.partial(hybrid_block, DeltaSublayerConfig), "fast", DeltaRuleConfig
 _BASELINE = registry.Reference(("deltanet_baseline",), registry.FAST_KEYS, registry.ATTENTION_FIXED)
 registry.register(registry.Method("deltanet_hybrid", "SWA + DeltaNet", *_HYBRID, _BASELINE))

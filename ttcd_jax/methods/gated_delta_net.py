@@ -86,3 +86,5 @@ _REFERENCE = Reference(("gated_deltanet",), _KEYS, _FIXED, _read, _write)
 _PURE = functools.partial(delta_net.delta_block, GatedDeltaNetConfig), "all"
 _SETTINGS = delta_net.DeltaRuleConfig
 register(Method("gated_deltanet", "Gated DeltaNet", *_PURE, _SETTINGS, _REFERENCE))
+_HYBRID = functools.partial(delta_net.hybrid_block, GatedDeltaNetConfig), "fast", _SETTINGS
+register(Method("gated_deltanet_hybrid", "SWA + Gated DeltaNet", *_HYBRID))

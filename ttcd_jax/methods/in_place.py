@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from ttcd_jax.axes import param
 from ttcd_jax.config import NonNegativeFloat, Positive, PositiveFloat
 from ttcd_jax.errors import UserError
-from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
+from ttcd_jax.memory.chunks import chunk_segments, from_chunks, masked, memory_mask, to_chunks
 from ttcd_jax.memory.distillation import Distillation, distances
 from ttcd_jax.memory.pieces import OpenChunk, inside_open_chunk, over_piece, start_pieces
 from ttcd_jax.memory.prefix import Form, PrefixMemory, PrefixOptions
@@ -24,7 +25,7 @@ from ttcd_jax.methods.registry import Settings
 from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig, check_hidden
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
 from ttcd_jax.nn.product import product, weight_product
-from ttcd_jax.nn.row import Hidden, Piece, Row, after_tail, next_tail, zero_padding
+from ttcd_jax.nn.row import Control, Hidden, Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.precision import Precision
 
 type Tree = tuple[Any, ...]  # a NamedTuple of arrays by token, or None
@@ -173,6 +174,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     `tokens` (of each token alone), `convolved` (the same inside chunks), `operands` (of reads and
     writes), `memory`."""
 
+    config_class: ClassVar[type[InPlaceConfig]]
+
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         super().__init__(config.mlp, rngs=rngs)
         self.settings = config.memory
@@ -192,7 +195,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         self, x: Hidden, row: Row, student: Hidden | None = None
     ) -> tuple[Hidden, MemoryStats | Distillation]:
         t = self.source(x, row, student)
-        return self.remember(x, t, row.segment_ids, measures=row.measures is True)
+        options = {"measures": row.measures is True, "control": row.control}
+        return self.remember(x, t, row.segment_ids, **options)
 
     def remember(
         self,
@@ -201,9 +205,10 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         segment_ids: Int[Array, "B T"] | None = None,
         *,
         measures: bool = False,
+        control: Control | None = None,
     ) -> tuple[Hidden, MemoryStats | Distillation]:
         """(y, statistics of the memory at the end of the row), for any t; with `measures` the
-        distances of every token instead of the statistics."""
+        distances of every token instead of the statistics. A `control` changes what is written."""
         settings, length = self.settings, x.shape[1]
         check_parts(length, settings.chunk_size)
         tokens, ids = self.tokens(x, t), segment_ids if settings.resets_at_document else None
@@ -211,6 +216,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         chunks = jax.tree.map(lambda x: to_chunks(x, settings.chunk_size), tokens)
         convolved = self.convolved(chunks, segments)
         reads, writes = self.operands(convolved)
+        writes = controlled(writes, control)
         memory = self.memory(reads.shape[1] * settings.chunk_size)
         y, size = over_rows(memory, reads, writes, segments, length=length, reports_size=True)
         assert size is not None
@@ -218,7 +224,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
             given = f"{type(memory).__name__}.read gives y {list(y.shape)} by row and chunk"
             raise UserError(f"{given}, and the layer needs {list(wanted)}")
         if not measures:
-            return from_chunks(y, length), self._stats(size, getattr(tokens, "beta", None))
+            share = self._window_share(convolved, writes, segments, length)
+            return from_chunks(y, length), self._stats(size, getattr(tokens, "beta", None), share)
         z_teacher, z_student = self.views(convolved)
         remembered, both = (
             over_rows(memory, z, writes, segments, length=length)[0]
@@ -227,15 +234,42 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         teacher, student, plain = (
             weight_product(z, self.w_base()) for z in (z_teacher, z_student, reads)
         )
-        found = distances(teacher, student, remembered, both, y - plain, segments)
+        windows = y - plain
+        if (free := self.without_gap(convolved, segments)) is not None:
+            windows = y - over_rows(memory, reads, free, segments, length=length)[0]
+        found = distances(teacher, student, remembered, both, y - plain, windows, segments)
         return from_chunks(y, length), jax.tree.map(lambda x: from_chunks(x, length), found)
 
-    def _stats(self, size: Float[Array, " B"], beta: Float[Array, "B T"] | None) -> MemoryStats:
+    def _window_share(
+        self, convolved: Convolved, writes: Tree, segments: jax.Array | None, length: int
+    ) -> Float[Array, ""] | None:
+        """`MemoryStats.window_share`. One chunk's errors are made again, 2 F D + 2 D^2 FLOPs per
+        token of it: at most a twelfth of the layer's forward, divided by the chunks of a row."""
+        if not self.config_class.has_teacher:
+            return None
+        last = jax.lax.stop_gradient(
+            jax.tree.map(lambda x: x[:, -1:], (convolved, writes, segments))
+        )
+        if (free := self.without_gap(last[0], last[2])) is None:
+            return jnp.ones((), jnp.float32)
+        size = self.settings.chunk_size
+        mask = memory_mask(last[2], (length - 1) % size + 1, size).writes
+        errors = masked(last[1].errors.astype(jnp.float32), mask)
+        left = masked(free.errors.astype(jnp.float32), mask)
+        squares = jnp.sum(errors**2)
+        return jnp.sum((errors - left) ** 2) / jnp.where(squares > 0, squares, 1)
+
+    def _stats(
+        self,
+        size: Float[Array, " B"],
+        beta: Float[Array, "B T"] | None,
+        window_share: Float[Array, ""] | None,
+    ) -> MemoryStats:
         """`size`: |S|_F, of the sum without eta."""
         base = jax.lax.stop_gradient(self.down[...]).astype(jnp.float32)
         gate = jnp.ones(()) if beta is None else jax.lax.stop_gradient(beta).mean()
         ratio = abs(self.settings.eta) * size.mean() / jnp.linalg.norm(base)
-        return MemoryStats(ratio, gate.astype(jnp.float32))
+        return MemoryStats(ratio, gate.astype(jnp.float32), window_share)
 
     def start(self, batch_size: int, max_length: int | None = None) -> InPlaceState:
         """The state before rows begin. Raises `UserError` for a layer whose output depends on later
@@ -320,6 +354,10 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         layer whose configuration `has_teacher`."""
         raise AssertionError(f"{type(self).__name__} has no teacher")
 
+    def without_gap(self, convolved: Convolved, segments: Int[Array, "B C L"] | None) -> Any:
+        """The writes of a student that sees what the teacher sees, keys and gates as they are; None
+        where it would write nothing."""
+
     def memory(self, length: int) -> ChunkedMemory:
         """The memory of rows of `length` tokens, by default that of `PrefixSettings`."""
         w_base, options = self.w_base(), self.settings.options(self.config.precision)
@@ -380,6 +418,20 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         elif init != "identity":
             taps = jnp.roll(taps, -1, axis=0) if init == "previous" else jnp.zeros_like(taps)
         return param(taps, ("taps", axis), is_operand=False)
+
+
+def controlled(writes: Tree, control: Control | None) -> Tree:
+    """The writes [B, C, L, ...] of a control. Shuffled keys, of writes that have `keys`, take one
+    cycle through the tokens of their chunk, so that none stays in its place."""
+    if control == "foreign":
+        return jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), writes)
+    if control == "shuffled":
+        keys: Array = cast(Any, writes).keys
+        order = np.random.default_rng(0).permutation(keys.shape[2])
+        source = np.empty_like(order)
+        source[order] = np.roll(order, 1)
+        return cast(Any, writes)._replace(keys=keys[:, :, source])
+    return writes
 
 
 def identity_taps(

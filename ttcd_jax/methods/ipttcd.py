@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from ttcd_kernels import short_conv_residual
 from ttcd_kernels.normalize import l2_normalize
+from ttcd_kernels.short_conv import short_conv
 
 from ttcd_jax.config import NonNegativeFloat, Positive
 from ttcd_jax.errors import DataError, UserError
@@ -173,19 +174,12 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
 
     def convolved(self, tokens: Features, segments: Int[Array, "B C L"] | None) -> Convolved:
         settings = self.settings
-        # A convolution that is off is the identity.
-        teacher_taps = student_taps = in_place.identity_taps(settings, tokens.teacher.shape[-1])
-        if settings.has_teacher_conv:
-            teacher_taps = self.teacher_conv[...]
-        if settings.has_student_conv:
-            student_taps = self.student_conv[...]
         # The student's features are needed unnormalized where they read as well.
         normalizes = settings.normalizes_keys and settings.output != "student"
         return tokens, *short_conv_residual(
             tokens.teacher,
             tokens.student,
-            teacher_taps,
-            student_taps,
+            *self._taps(),
             is_causal=settings.is_conv_causal,
             normalizes_keys=normalizes,
             zero_slope=settings.zero_slope,
@@ -209,6 +203,20 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
         if settings.has_proj:
             errors = weight_product(errors, self.proj[...].astype(dtype))
         return z_out, Writes(keys, errors, log_decay, beta if settings.corrects_errors else None)
+
+    def _taps(self) -> tuple[jax.Array, jax.Array]:
+        """Those of teacher and student; a convolution that is off is the identity."""
+        settings = self.settings
+        identity = in_place.identity_taps(settings, self.config.hidden_dim)
+        teacher = self.teacher_conv[...] if settings.has_teacher_conv else identity
+        return teacher, self.student_conv[...] if settings.has_student_conv else identity
+
+    def without_gap(self, convolved: Convolved, segments: Int[Array, "B C L"] | None) -> Writes:
+        # By linearity of the student's convolution.
+        features, difference, z_target, keys = convolved
+        gap, is_causal = features.teacher - features.student, self.settings.is_conv_causal
+        gap = short_conv(gap, self._taps()[1], is_causal=is_causal, segment_ids=segments)
+        return self.operands((features, difference - gap, z_target, keys))[1]
 
     def views(self, convolved: Convolved) -> Views:
         # Keys may be normalized, so the student's features are z_target less the difference.

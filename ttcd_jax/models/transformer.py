@@ -18,7 +18,7 @@ from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.nn.block import Block, BlockConfig, Configured, MemoryStats, Report
 from ttcd_jax.nn.linear import normal_param, rms_norm
 from ttcd_jax.nn.product import PRODUCT
-from ttcd_jax.nn.row import Hidden, Row, check_array
+from ttcd_jax.nn.row import Control, Hidden, Row, check_array
 from ttcd_jax.sharding.rules import constrain, gathered, is_distributed, never_saves_gathered
 from ttcd_jax.sharding.vocabulary import lookup
 from ttcd_jax.tokens import check_tokens
@@ -130,12 +130,16 @@ class Transformer(Configured):
         tokens: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
+        *,
+        control: Control | None = None,
     ) -> tuple[Hidden, MemoryStats | None]:
         """(final normed hidden states, statistics [fast layers] in layer order). Tokens of
         different segments do not see each other, in attention, convolutions or memory. Positions
         (default: 0, 1, ... from the start of each document) matter by their differences inside a
-        document; to the fast weights of LaCT also as they are."""
-        h, stats = self._blocks(self._row(tokens, positions, segment_ids), tokens)
+        document; to the fast weights of LaCT also as they are. A `control` changes what memories in
+        place hold."""
+        row = self._row(tokens, positions, segment_ids)._replace(control=control)
+        h, stats = self._blocks(row, tokens)
         return self.normed(h), stats
 
     def _row(self, tokens: Any, positions: Any, segment_ids: Any) -> Row:

@@ -79,6 +79,9 @@ class MemoryStats(NamedTuple):
     memory_ratio: Float[Array, "..."]
     # mean of beta over tokens; 1 without a token rate
     gate_mean: Float[Array, "..."]
+    # |e - e'|^2 / |e|^2 of the errors e that a row's last chunk writes, with e' those of a student
+    # that sees what the teacher sees; None without a teacher, 0 where nothing is written
+    window_share: Float[Array, "..."] | None = None
 
 
 class Configured(nnx.Module):

@@ -14,6 +14,9 @@ from ttcd_kernels.dual_window.tiles import documents
 from ttcd_jax.errors import UserError
 
 Hidden = Float[Array, "B T D"]  # hidden states, or another vector per token
+# What memories in place hold instead of their own writes: those of the row before, in a batch of
+# rows of one document each; or their errors under keys of other tokens of the chunk.
+Control = Literal["foreign", "shuffled"]
 
 
 def check_array(owner: str, name: str, x: Any, kind: str, *shape: int | str) -> None:
@@ -43,6 +46,7 @@ class Row(NamedTuple):
     # True: `forward` of a memory with a teacher returns `memory.distillation.Distillation`, not
     # `MemoryStats`. Known when it is traced; None is no leaf.
     measures: Literal[True] | None = None
+    control: Control | None = None  # likewise
 
     @classmethod
     def of(

@@ -52,9 +52,9 @@ class RunConfig(Config):
     `evaluations`, tasks with their options, on the current parameters, None for none. `trackers`:
     those that receive the metrics besides `metrics.jsonl` and TensorBoard. `metrics`: the numbers
     of a step in `metrics.jsonl` besides its loss, by the names in `ttcd_jax.train.metrics`:
-    "memory_ratio" and "gate_mean" of memories, "distillation" (the gap between student and teacher
-    of every layer with a teacher, with and without the memory; a forward pass per logged step), and
-    your own.
+    "memory_ratio", "gate_mean" and "window_share" of memories, "distillation" (the gap between
+    student and teacher of every layer with a teacher, with and without the memory; a forward pass
+    per logged step), and your own.
 
     A checkpoint is saved every `checkpoint_every` steps, and `checkpoint_minutes` after the last
     one. The newest `keep_checkpoints` are kept, those of steps divisible by `keep_every`, and the

@@ -6,9 +6,11 @@ import json
 import math
 import os
 import socket
+import statistics
 import struct
 import sys
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,7 @@ def reporter(
     tokens_per_step = config.batch_size * config.data.seq_len
     flops_per_token = training_flops_per_token(config.model, config.data.seq_len)
     sheet = data_sheet(jax.devices()[0].device_kind)
-    waited, warned, nulls = 0.0, set(), set()
+    waited, nulls, memories = 0.0, set(), MemoryWatch()
 
     def write(step: int, record: dict[str, Any]) -> None:
         odd = {x for x, y in record.items() if isinstance(y, float) and not math.isfinite(y)}
@@ -82,7 +84,7 @@ def reporter(
             logging.warning(text, step, reason, *rows, *counts)
         write(step, record)
         _show(progress, step, left, config.steps, record)
-        _warn_of_memory(step, record, warned)
+        memories.warn(step, record)
 
     try:
         yield [MetricCallback(config.log_every, log)], write
@@ -92,22 +94,43 @@ def reporter(
                 tracker.call("close")
 
 
-_LOUD, _SHUT = 2.0, 0.01  # memory ratios above, gates below are warned of
+_LOUD, _SHUT, _NO_WINDOWS = 2.0, 0.01, 0.05  # what is above, below, below is warned of
+_QUIETER = (
+    "lower eta of the memory's settings or the rate of its layers (OptimizerConfig.rates), or set "
+    "corrects_errors where there is one (docs/memory.md)"
+)
+_FINDINGS = {  # of a metric: how often it is beyond its bound, and what that means
+    "memory_ratio": (lambda x: x / _LOUD, f"the memory outgrows its weight: {_QUIETER}"),
+    "gate_mean": (lambda x: _SHUT / max(x, 1e-30), f"the gate of the memory shuts: {_QUIETER}"),
+    "window_share": (
+        lambda x: _NO_WINDOWS / max(x, 1e-30),
+        "this memory stores hardly anything that the windows make: it is no context distillation; "
+        "see docs/memory.md",
+    ),
+}
 
 
-def _warn_of_memory(step: int, record: dict[str, Any], warned: set[str]) -> None:
-    """Warns once of a memory that outgrows its weight, and once of a shut gate."""
-    for name, value in record.items():
-        is_loud = name.startswith("memory_ratio") and value > _LOUD
-        if name in warned or not (is_loud or (name.startswith("gate_mean") and value < _SHUT)):
-            continue
-        warned.add(name)
-        finding = "the memory outgrows its weight" if is_loud else "the gate of the memory shuts"
-        remedy = (
-            "lower eta of the memory's settings or the rate of its layers (OptimizerConfig.rates), "
-            "or set corrects_errors where there is one (docs/memory.md)"
-        )
-        logging.warning("step %d: %s is %.3g, %s: %s", step, name, value, finding, remedy)
+class MemoryWatch:
+    """Warns of memories by the median of the last 20 logged values, from the tenth on; again when
+    it is twice as bad, or ten times as many steps are done."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=20))
+        self._told: dict[str, tuple[int, float]] = {}
+
+    def warn(self, step: int, record: dict[str, Any]) -> None:
+        for name in (x for x in record if x.partition("/")[0] in _FINDINGS):
+            values, (badness, finding) = self._values[name], _FINDINGS[name.partition("/")[0]]
+            values.extend([] if math.isnan(record[name]) else [record[name]])
+            if len(values) < 10:
+                continue
+            now = badness(median := statistics.median(values))
+            told_step, told = self._told.get(name, (0, 0.5))
+            if now <= 1 or not (now > 2 * told or step >= 10 * told_step > 0):
+                continue
+            self._told[name] = step, now
+            text = "step %d: %s is %.3g, the median of %d logged values: %s"
+            logging.warning(text, step, name, median, len(values), finding)
 
 
 def batch_rows(config: RunConfig, step: int) -> tuple[int, int]:

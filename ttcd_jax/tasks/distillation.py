@@ -43,6 +43,7 @@ class LayerDistances(NamedTuple):
     change: float | None
     loss: float | None
     loss_on: float | None
+    window_share: float | None = None
 
 
 _MEASURES = LayerDistances._fields[5:]

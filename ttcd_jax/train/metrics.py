@@ -108,8 +108,13 @@ def measured(
 
 
 def _of_memories(field: str) -> Callable[[Forward], Any]:
-    """A field of `MemoryStats` [fast layers], of a model that has them."""
-    return lambda forward: {} if forward.stats is None else getattr(forward.stats, field)
+    """A field of `MemoryStats` [fast layers], of a model that has it."""
+
+    def measure(forward: Forward) -> Any:
+        found = getattr(forward.stats, field, None)
+        return {} if found is None else found
+
+    return measure
 
 
 def distillation(model: Transformer, batch: Batch, num_parts: int) -> Metrics:
@@ -143,7 +148,8 @@ def _check_teacher(model: TransformerConfig) -> None:
         )
 
 
-IN_STEP = ("memory_ratio", "gate_mean")  # measured unless others are chosen: they cost nothing
+# Measured unless others are chosen: they cost next to nothing.
+IN_STEP = ("memory_ratio", "gate_mean", "window_share")
 for _name in IN_STEP:
     register(Metric(_name, _of_memories(_name), is_in_step=True))
 register(Metric("distillation", distillation, check=_check_teacher))

@@ -1,0 +1,159 @@
+"""Controls of trained memories: what each takes from a model, by what it changes and what not."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_close, randomize, refused
+from flax import nnx
+from small_models import CHUNK, FLOAT64, SETTINGS, config_of
+
+from ttcd_jax.data.tokenizer import ByteTokenizer
+from ttcd_jax.measure.by_document import Selection
+from ttcd_jax.measure.results import evaluate
+from ttcd_jax.measure.scorer import Scorer
+from ttcd_jax.measure.task import Subject
+from ttcd_jax.memory.prefix import Writes
+from ttcd_jax.methods.in_place import controlled
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.sharding import rules
+from ttcd_jax.tasks.controls import Controls
+from ttcd_jax.tasks.documents import FinalBlock
+
+LENGTH = 8 * CHUNK
+OTHERS = ["memory off", "layer 0 off", "another document's memory", "shuffled keys", "no gap"]
+CASES = {
+    "ipttcd": OTHERS,
+    "delta rule": OTHERS,
+    "ipttt": OTHERS[:-1],
+    "ipttcd_ideal": [OTHERS[0], OTHERS[2], OTHERS[4]],
+}
+
+
+def _model(name, **changes):
+    if name == "delta rule":
+        name, changes["memory"] = (
+            "ipttcd",
+            SETTINGS["ipttcd"].replace(form="auto", corrects_errors=True),
+        )
+    fields = {"vocab_size": 258, "init_std": 0.5, "precision": FLOAT64}
+    return randomize(Transformer, config_of(name, **fields | changes))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder, rng = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
+    for number in range(5):
+        (folder / f"{number}.txt").write_bytes(bytes(rng.choice([*b"abcd "], 50).tolist()))
+    return folder
+
+
+def _measured(folder, model, **options):
+    subject = Subject(model, ByteTokenizer(), {"type": "none"}, folder, "mine")
+    task = Controls(text=str(folder), seq_len=LENGTH + 1, batch_size=4, **options)
+    result = evaluate(task, subject, 3)
+    found = {}
+    for x in result.series["mine"]:
+        found.setdefault(x.control, []).append(x.nll)
+    return {name: np.array(nll) for name, nll in found.items()}, result, task.rows(subject)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_control_of_a_method_changes_every_document(name, folder, tmp_path, float64):
+    """As trained, off and without a gap a model's losses are those of its variants."""
+    model = _model(name)
+    found, result, rows = _measured(folder, model)
+    assert [*found] == ["as trained", *CASES[name]]
+    for control in CASES[name]:
+        assert (np.abs(found[control] - found["as trained"]) > 1e-9).all(), control
+    subject = Subject(model, ByteTokenizer(), {"type": "none"}, folder, "mine")
+    expected = {"as trained": model, "memory off": [*subject.variants().values()][-1]}
+    if "layer 0 off" in found:  # its only memory
+        expected["layer 0 off"] = expected["memory off"]
+    for control, variant in expected.items():
+        losses = [x.losses.sum() for x in Scorer(variant, None).losses(rows.documents)]
+        assert_close(found[control], np.array(losses), 1e-6)
+    table = {row["control"]: row for row in result.table}
+    mean = (found["memory off"] - found["as trained"]).sum() / (5 * LENGTH)
+    assert table["memory off"]["less as trained"].startswith(f"{mean:.3f} ± ")
+    assert table["as trained"]["less as trained"] is None
+    (picture,) = result.task.pictures(tmp_path, result.series, None)
+    assert (tmp_path / picture.path).stat().st_size > 1000
+
+
+def test_each_memory_alone_is_one_of_two(folder, float64):
+    found, *_ = _measured(folder, _model("ipttcd", fast_layers=(0, 1)), controls=("layers", "off"))
+    assert [*found] == ["as trained", "memory off", "layer 0 off", "layer 1 off"]
+    assert len({np.round(x, 9).tobytes() for x in found.values()}) == 4
+
+
+def test_without_a_gap_there_is_none_to_lose(folder, float64):
+    model = _model("ipttcd", student_window=4)  # the teacher's
+    found, *_ = _measured(folder, model, controls=("no_gap",))
+    assert (found["no gap"] == found["as trained"]).all()
+
+
+@pytest.mark.parametrize("name", ["ipttcd", "delta rule"])
+def test_a_foreign_memory_is_that_of_the_row_before(name, float64):
+    """A token is changed in row 0 of three: far behind it only what row 1 reads changes."""
+    model, tokens = _model(name), np.random.default_rng(1).integers(0, 258, (3, LENGTH))
+    other = tokens.copy()
+    other[0, 1] += 1 if other[0, 1] < 257 else -1
+
+    @nnx.jit(static_argnums=2)
+    def hidden(model, tokens, control):
+        return model.forward(tokens, control=control)[0]
+
+    def moved(control):
+        first, second = (hidden(model, jnp.asarray(x), control) for x in (tokens, other))
+        return np.abs(np.asarray(first - second))[:, -CHUNK:].max(axis=(1, 2)) > 1e-12
+
+    assert moved(None).tolist() == [True, False, False]
+    assert moved("foreign").tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(("count", "batch", "devices"), [(5, 2, 1), (3, 16, 4), (2, 9, 1)])
+def test_no_row_of_a_batch_is_left_to_read_its_own(count, batch, devices, monkeypatch, float64):
+    """Batches are filled with other rows, also to the number of devices."""
+    scorer, seen = Scorer(_model("ipttcd"), None, batch_size=batch), []
+    monkeypatch.setattr(rules, "axis_size", lambda name: devices if name == "data" else 1)
+
+    def noted(tokens, lengths, control):
+        seen.append(tokens[:, 0].tolist())
+        return np.zeros((2, *tokens[:, 1:].shape))
+
+    monkeypatch.setattr(scorer, "_in_one_pass", noted)
+    assert len(scorer.controlled([np.full(9, n) for n in range(count)], "foreign")) == count
+    assert {n for rows in seen for n in rows} == {*range(count)}
+    assert all(len(rows) % devices == 0 for rows in seen)
+    assert all(
+        row != before for rows in seen for row, before in zip(rows, rows[-1:] + rows, strict=False)
+    )
+
+
+def test_shuffled_keys_are_those_of_other_tokens_of_their_chunk():
+    keys = jnp.arange(2 * 3 * 5.0).reshape(2, 3, 5, 1)
+    errors = -keys
+    found = controlled(Writes(keys, errors), "shuffled")
+    assert (found.errors == errors).all()
+    assert (found.keys != keys).all()
+    assert (jnp.sort(found.keys, axis=2) == keys).all()
+
+
+def test_what_has_no_such_control_is_refused_by_name(folder, tmp_path, float64):
+    def refuse(words, name, text=folder, **options):
+        refused(words, _measured, text, _model(name), **options)
+
+    refuse("method 'swa' has no memory in place", "swa")
+    refuse("method 'lact' has no memory in place", "lact")
+    refuse("method 'ipttt' cannot have control 'no_gap': no teacher", "ipttt", controls=("no_gap",))
+    for name in ("shuffled", "layers"):
+        refuse(f"cannot have control '{name}': no", "ipttcd_ideal", controls=(name,))
+    subject = Subject(_model("ipttcd"), ByteTokenizer(), {"type": "none"}, folder, "mine")
+    task, path = FinalBlock(text=str(folder), contexts=(4,), final_block=4, seq_len=40), tmp_path
+    chosen = task.rows(subject)
+    uneven = Selection([chosen.documents[0], chosen.documents[1][:9]], {}, chosen.tokenizer)
+    (path / "documents.npz").write_bytes(uneven.manifest())
+    uneven = Controls(manifest=str(path / "documents.npz"))
+    refused("documents of 9 to 40 tokens: task controls reads rows of one", uneven.rows, subject)
+    (tmp_path / "one.txt").write_bytes(b"abcd " * 20)
+    refuse("1 documents in batches of 4: another document's memory needs two", "ipttcd", tmp_path)

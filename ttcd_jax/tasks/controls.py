@@ -1,0 +1,156 @@
+"""What the memory of a trained model is worth, and of what: its losses under controls."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import numpy as np
+from flax import nnx
+from ttcd_kernels.table import Row
+
+from ttcd_jax.errors import UserError
+from ttcd_jax.measure.by_document import Curve, Selection, cells, differences, means_of
+from ttcd_jax.measure.pictures import Picture, plot_bars
+from ttcd_jax.measure.scorer import Scorer, Scores
+from ttcd_jax.measure.task import Series, Subject, register, table_of
+from ttcd_jax.methods.in_place import PrefixSettings
+from ttcd_jax.models import config as models
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.tasks.documents import FirstTokens
+from ttcd_jax.train.layers_on_disk import per_parameter
+from ttcd_jax.train.state import with_params
+
+TRAINED, LESS = "as trained", "less as trained"
+Name = Literal["off", "layers", "foreign", "shuffled", "no_gap"]
+
+
+class ControlLoss(NamedTuple):
+    """The losses of a document's tokens under a control."""
+
+    control: str
+    document: int
+    tokens: int
+    nll: float
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Controls(FirstTokens[ControlLoss]):
+    """Losses of a model with a memory in place, as trained and under `controls` (none given: all
+    that it can have), on the rows of task position: "off", nothing is read; "layers", the same of
+    every memory alone; "foreign", a document reads what another one wrote; "shuffled", errors are
+    stored under the keys of other tokens of their chunk; "no_gap", the student's window is the
+    teacher's. `batch_size` whole rows are read at once for "foreign" and "shuffled"."""
+
+    name = "controls"
+    title = "Controls of a trained memory"
+    record = ControlLoss
+    key = "control"
+    x_label = "control"
+    rank = 12
+    sentence = "Nats per token more than as trained: what the control takes from the model."
+
+    controls: tuple[Name, ...] = ()
+
+    def rows(self, subject: Subject) -> Selection:
+        chosen, found = self._chosen(subject.model.config), super().rows(subject)
+        if "foreign" in chosen and min(self.batch_size, len(found)) < 2:
+            raise UserError(
+                f"{len(found)} documents in batches of {self.batch_size}: another document's "
+                "memory needs two, or leave 'foreign' out of --controls"
+            )
+        if len(sizes := {ids.size for ids in found.documents}) > 1:
+            raise UserError(
+                f"documents of {min(sizes)} to {max(sizes)} tokens: task controls reads rows of "
+                "one length, as it chooses them without --manifest"
+            )
+        return found
+
+    def _chosen(self, config: models.TransformerConfig) -> list[str]:
+        """The names of the controls. Raises `UserError` where a model cannot have one."""
+        if not models.has_in_place_memory(config):
+            raise UserError(f"method {config.method!r} has no memory in place to be controlled")
+        settings = config.settings
+        has_keys = isinstance(settings, PrefixSettings) and settings.chunk_size > 1
+        has_writes = any(block.write_param for block in models.block_configs(config))
+        lacks = {
+            "layers": "" if has_writes else "no parameter P, in which writes are linear",
+            "shuffled": "" if has_keys else "no keys, several to a chunk",
+            "no_gap": "" if models.layers_with_teacher(config) else "no teacher",
+        }
+        for name in self.controls:
+            if what := lacks.get(name):
+                raise UserError(f"method {config.method!r} cannot have control {name!r}: {what}")
+        names = [x for x in get_args(Name) if x in (self.controls or get_args(Name))]
+        return [name for name in names if not lacks.get(name)]
+
+    def series(self, subject: Subject, rows: Selection) -> Series[ControlLoss]:
+        scorer = self.scorer(subject, subject.name, subject.model)
+        return {subject.name: self.measure(scorer, rows, subject)}
+
+    def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> list[ControlLoss]:
+        records = []
+        for name, found in self._scores(scorer, rows.documents, subject):
+            sums = ((x.losses.size, float(x.losses.sum(dtype=np.float64))) for x in found)
+            records += [ControlLoss(name, i, *both) for i, both in enumerate(sums)]
+        return records
+
+    def _scores(
+        self, scorer: Scorer, rows: Any, subject: Subject
+    ) -> Iterator[tuple[str, list[Scores]]]:
+        """The scores of all rows by control."""
+        length, config = max(map(len, rows)), scorer.model.config
+        params, chosen = nnx.to_pure_dict(nnx.state(scorer.model, nnx.Param)), self._chosen(config)
+
+        def scored(name: str, model: Transformer) -> tuple[str, list[Scores]]:
+            return name, self.scorer(subject, f"{subject.name}, {name}", model).losses(rows)
+
+        yield scored(TRAINED, scorer.model)
+        if "off" in chosen:
+            off = models.switched_off(config, length)
+            assert off is not None, "a memory in place has a rate"
+            yield scored("memory off", with_params(off, params))
+        for layer, block in enumerate(models.block_configs(config) if "layers" in chosen else ()):
+            if written := block.write_param and f"layers/{layer}/{block.write_param}":
+                kept = per_parameter(config, lambda name, own=written: float(name != own))
+                less = jax.tree.map(lambda x, by: x if np.all(by) else x * (by != 0), params, kept)
+                yield scored(f"layer {layer} off", with_params(config, less))
+        if "foreign" in chosen:
+            yield "another document's memory", scorer.controlled(rows, "foreign")
+        if "shuffled" in chosen:
+            yield "shuffled keys", scorer.controlled(rows, "shuffled")
+        if "no_gap" in chosen:
+            equal = config.replace(student_window=config.window or length)
+            yield scored("no gap", with_params(equal, params))
+
+    @classmethod
+    def table(cls, series: Series[ControlLoss]) -> list[Row]:
+        """A row per control: nats per token, and less those as trained, in pairs."""
+        columns = {}
+        for label, (names, means) in means_of(series, lambda x: x.control)[0].items():
+            prefix = f"{label}: " if len(series) > 1 else ""
+            columns[f"{prefix}nats per token"] = cells(names, means)
+            columns[f"{prefix}{LESS}"] = cells(*_less_trained(series[label]))
+        return table_of(cls.key, columns)
+
+    @classmethod
+    def pictures(
+        cls, folder: Path, series: Series[ControlLoss], chance: float | None
+    ) -> list[Picture]:
+        found = {label: _less_trained(records) for label, records in series.items()}
+        groups = [*dict.fromkeys(name for names, _ in found.values() for name in names)]
+        by_name = {x: dict(zip(y, z.mean.tolist(), strict=True)) for x, (y, z) in found.items()}
+        bars = {label: [means.get(name) for name in groups] for label, means in by_name.items()}
+        labels = {"title": cls.title, "x_label": cls.x_label, "y_label": f"nats, {LESS}"}
+        plot_bars(folder / (path := Path(f"{cls.name}.png")), groups=groups, series=bars, **labels)
+        return [Picture(path, cls.sentence)]
+
+
+def _less_trained(records: list[ControlLoss]) -> Curve:
+    trained = [x for x in records if x.control == TRAINED]
+    names = [x for x in dict.fromkeys(x.control for x in records) if x != TRAINED]
+    base = [x._replace(control=name) for name in names for x in trained]
+    changed = [x for name in names for x in records if x.control == name]
+    return differences(changed, base, lambda x: x.control)
