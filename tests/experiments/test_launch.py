@@ -23,7 +23,9 @@ def finished(tmp_path_factory):
     """An uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
     result = commands.run(*LAUNCH, f"--run_dir={run_dir}", is_forked=False)
-    assert (result.returncode, result.stderr) == (0, "")
+    assert result.returncode == 0
+    # What its memory stores the convolutions make, and hardly the windows.
+    assert all("it is no context distillation" in x for x in result.stderr.splitlines())
     return run_dir, result.stdout
 
 
