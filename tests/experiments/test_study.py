@@ -13,6 +13,7 @@ from checks import refused
 
 from experiments.cli import CONFIG_DIR
 from experiments.study import runs
+from experiments.study.records import write_records
 from experiments.study.runs import StudyConfig, write_study
 from ttcd_jax.data.corpus import CorpusConfig, load_documents
 from ttcd_jax.errors import DataError
@@ -130,6 +131,28 @@ def test_tables_are_means_of_seeds_and_paired_differences(computed):
     page = (path / "index.html").read_text()
     assert page.count("<img") == 7
     assert "other, off (eta = 0)" in page
+
+
+def test_records_have_the_numbers_of_the_tables(computed, tmp_path):
+    path, _ = computed
+    config, file = _study(path.parent), tmp_path / "records.jsonl"
+    texts = runs.held_out_texts(config, [], path)
+    write_records(config, texts, path, file, "COMMAND")
+    head, *rows = map(json.loads, file.read_text().splitlines())
+    assert (head["command"], head["seeds"]) == ("COMMAND", [3, 5])
+    assert head["commit"]
+    position = {x["row"]: x for x in rows if x["task"] == "position"}
+    assert [*position] == ["base", "other", "other, off (eta = 0)", "third"]
+    assert (position["other"]["seeds"], position["third"]["seeds"]) == ([3, 5], [3])
+    assert (position["base"]["method"], position["other"]["method"]) == ("SWA", "IP-TTCD")
+    assert position["base"]["config"] != position["other"]["config"]
+    assert position["other"]["tokens"] == 32 * position["other"]["steps"] * 2
+    tables = (path / "tables.txt").read_text()
+    mean, half = position["other"]["1-31"]
+    assert f"{mean:.3f} ± {half:.3f}" in tables.split("less base\n")[1]
+    for value in (position["base"]["1-31"], *position["third"]["by seed"]):
+        assert re.search(rf"\b{value:.3f}", tables)
+    assert [x for x in rows if x["task"] == "recurrence" and x["row"] == "other"]
 
 
 def test_results_of_other_pieces_and_settings_are_not_shown_again(computed, folder, monkeypatch):
