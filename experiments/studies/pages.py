@@ -5,10 +5,12 @@
 A file of records is one of JSON lines: the first has what holds for all others (command, commit,
 device, seeds, tokens, what an interval is over), every other one is a measured row, and its field
 `row` is the name of it. `experiments.study --records=FILE` writes such a file. A table stands on a
-page between `<!-- table: NAME -->` and `<!-- end -->`; `pages.toml`, beside the records, says of
-every NAME which records, rows and columns it has, and of every picture what it draws.
+page between `<!-- table: NAME -->`, at the end of a paragraph, and `<!-- end -->`; `pages.toml`,
+beside the records, says of every NAME which records, rows and columns it has, and of every picture
+what it draws.
 """
 
+import functools
 import os
 import re
 import tomllib
@@ -27,7 +29,7 @@ PAGES = (
     *(ROOT / "README.md", ROOT / "experiments/RESULTS.md"),
     *sorted((ROOT / "docs").glob("*.md")),
 )
-_BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- table: (\S+) -->)\n.*?(<!-- end -->)", re.DOTALL)
 
 type Spec = dict[str, Any]
 
@@ -61,12 +63,13 @@ def drawn(page: Path, folder: Path = RECORDS) -> str:
         spec = tables[name]
         file = folder / f"{spec.get('records', name)}.jsonl"
         if not file.exists():
-            return f"{start}No record yet: `{spec['command']}`.\n{end}"
-        lines, note = [*_table(spec, _records(spec, file))], ""
-        if file not in seen:
-            note = f"\n{_note(read_records(file)[0], os.path.relpath(file, page.parent))}\n"
-            seen.add(file)
-        return start + "".join(f"{line}\n" for line in lines) + note + end
+            return f"{start}\n\nNo record yet: `{spec['command']}`. {end}"
+        lines = "\n".join(_table(spec, _records(spec, file)))
+        if file in seen or not spec.get("note", True):
+            return f"{start}\n\n{lines}\n{end}"
+        seen.add(file)
+        note = _note(read_records(file)[0], os.path.relpath(file, page.parent))
+        return f"{start}\n\n{lines}\n\n{note} {end}"
 
     return _BLOCK.sub(block, page.read_text(encoding="utf-8"))
 
@@ -85,29 +88,31 @@ def _records(spec: Spec, file: Path) -> list[Spec]:
 
 
 def _table(spec: Spec, records: list[Spec]) -> Iterator[str]:
-    """The lines of a table: a row of the page has `across` records side by side."""
-    columns = [x if isinstance(x, list) else [x, x] for x in spec["columns"]]
+    """The lines of a table: one of the page has `across` records side by side."""
+    columns = [(x, x) if isinstance(x, str) else x for x in spec["columns"]]
     across = spec.get("across", 1)
-    size = -(-len(records) // across)
-    head = [spec.get("first", ""), *(heading for heading, _ in columns)] * across
+    num_lines = -(-len(records) // across)
+    head = [spec.get("first", ""), *(heading for heading, *_ in columns)] * across
     yield _line(head)
-    yield _line(["---"] * len(head)).replace(" ", "")
-    for index in range(size):
-        cells = []
-        for record in records[index::size]:
-            cells += [record["row"], *(_cell(spec, record, field) for _, field in columns)]
-        yield _line(cells)
+    yield f"|{'---|' * len(head)}"
+    for index in range(num_lines):
+        beside = records[index::num_lines]
+        yield _line([x for record in beside for x in (record["row"], *_cells(spec, record))])
 
 
 def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    return f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |"
 
 
-def _cell(spec: Spec, record: Spec, field: str) -> str:
-    """The value of a field, or of several in braces."""
-    if "{" in field:
-        return re.sub(r"{(.*?)}", lambda name: _cell(spec, record, name[1]), field)
-    return _text(record.get(field), spec.get("number", ".3f"), spec.get("join", " ± "))
+def _cells(spec: Spec, record: Spec) -> Iterator[str]:
+    """The text of a record's columns: a field, or text with fields in braces; a list is joined as
+    its column says."""
+    number = spec.get("number", ".3f")
+    for column in spec["columns"]:
+        _, field, *join = [column, column] if isinstance(column, str) else column
+        text = functools.partial(_text, number=number, join=[*join, spec.get("join", " ± ")][0])
+        in_braces = re.sub(r"{(.*?)}", lambda name: text(record.get(name[1])), field)
+        yield in_braces if "{" in field else text(record.get(field))
 
 
 def _text(value: Any, number: str, join: str) -> str:
@@ -130,7 +135,7 @@ def _note(head: Spec, link: str) -> str:
 def draw(spec: Spec, path: Path, folder: Path = RECORDS) -> None:
     """A picture with a series per record: lines with their intervals, or `bars`, at `x`."""
     series, bands, fields = {}, {}, spec["x"]
-    for record in _records(spec, folder / f"{spec['records']}.jsonl"):
+    for record in _records(spec, folder / f"{spec.get('records', path.stem)}.jsonl"):
         found = [x if isinstance(x, list) else [x] for x in map(record.get, fields)]
         series[record["row"]] = [values[0] for values in found]
         if all(len(values) > 1 for values in found):
