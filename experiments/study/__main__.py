@@ -41,10 +41,10 @@ def main(argv: list[str]) -> None:
         texts = held_out_texts(config, params, path)
         for name, seed in chosen:
             compute(config, name, seed, params, texts, path)
-        write_study(config, texts, path)
+        sections = write_study(config, texts, path)
         if FLAGS.records is not None:
             command = shlex.join(["python", "-m", "experiments.study", *sys.argv[1:]])
-            write_records(config, texts, path, Path(FLAGS.records), command)
+            write_records(config, sections, path, Path(FLAGS.records), command)
 
 
 if __name__ == "__main__":

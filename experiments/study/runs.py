@@ -150,9 +150,9 @@ def compute(
         evaluate(task, subject, run.step).write()
 
 
-def write_study(config: StudyConfig, texts: Texts, path: Path) -> None:
+def write_study(config: StudyConfig, texts: Texts, path: Path) -> list[Section]:
     """Prints the tables of all runs that were evaluated, and writes them with pictures into
-    `index.html`, and alone into `tables.txt`."""
+    `index.html`, and alone into `tables.txt`; returns them."""
     folders = {f"{x}, seed {seed}": path / f"{x}-{seed}" for x, seed in config.chosen()}
     runs = [run for run in map(Run.read, folders, folders.values()) if run.metrics]
     sections = []
@@ -170,6 +170,7 @@ def write_study(config: StudyConfig, texts: Texts, path: Path) -> None:
     print(tables)
     if (path / "index.html").exists():
         print(printable(f"page {path / 'index.html'}"))
+    return shown
 
 
 def _measured(config: StudyConfig, task: Task, text: str, path: Path) -> Measured:

@@ -86,7 +86,8 @@ def computed(folder):
             for name, seed in config.chosen():
                 runs.compute(config, name, seed, [], texts, path)
         patch.chdir(folder)  # as the command is given: relative to the working directory
-        write_study(config, texts, Path(path.name))
+        sections = write_study(config, texts, Path(path.name))
+        write_records(config, sections, path, path / "records.jsonl", "COMMAND")
     return path, started
 
 
@@ -133,26 +134,21 @@ def test_tables_are_means_of_seeds_and_paired_differences(computed):
     assert "other, off (eta = 0)" in page
 
 
-def test_records_have_the_numbers_of_the_tables(computed, tmp_path):
+def test_records_have_the_numbers_of_the_tables(computed):
     path, _ = computed
-    config, file = _study(path.parent), tmp_path / "records.jsonl"
-    texts = runs.held_out_texts(config, [], path)
-    write_records(config, texts, path, file, "COMMAND")
-    head, *rows = map(json.loads, file.read_text().splitlines())
+    head, *rows = map(json.loads, (path / "records.jsonl").read_text().splitlines())
     assert (head["command"], head["seeds"]) == ("COMMAND", [3, 5])
     assert head["commit"]
-    position = {x["row"]: x for x in rows if x["task"] == "position"}
-    assert [*position] == ["base", "other", "other, off (eta = 0)", "third"]
-    assert (position["other"]["seeds"], position["third"]["seeds"]) == ([3, 5], [3])
-    assert (position["base"]["method"], position["other"]["method"]) == ("SWA", "IP-TTCD")
-    assert position["base"]["config"] != position["other"]["config"]
-    assert position["other"]["tokens"] == 32 * position["other"]["steps"] * 2
+    assert [*head["recipes"]] == ["base", "other", "third"]
+    assert len({digest for _, digest in head["recipes"].values()}) == 3
+    cells = {(x["section"], x["row"]): x for x in rows}
     tables = (path / "tables.txt").read_text()
-    mean, half = position["other"]["1-31"]
-    assert f"{mean:.3f} ± {half:.3f}" in tables.split("less base\n")[1]
-    for value in (position["base"]["1-31"], *position["third"]["by seed"]):
-        assert re.search(rf"\b{value:.3f}", tables)
-    assert [x for x in rows if x["task"] == "recurrence" and x["row"] == "other"]
+    name = "Loss by position (corpus): nats per token, less base"
+    mean, half = cells[name, "other"]["1-31"]
+    assert f"{mean:.3f} ± {half:.3f}" in tables.split(name)[1].split("\n\n")[0]
+    found = cells["Loss by position (corpus): every seed, all tokens", "other, off (eta = 0)"]
+    assert f"{found['seed 5']:.4g}" in tables
+    assert {"Runs"} < {x["section"] for x in rows}
 
 
 def test_results_of_other_pieces_and_settings_are_not_shown_again(computed, folder, monkeypatch):
