@@ -4,6 +4,7 @@
 # make stream                  what context distillation is, on that model: nothing is trained
 # make transformers            exports are tested with transformers, old and new
 # make continued BOOKS=FOLDER  a checkpoint gets a memory: a proof at small scale
+# make pages                   tables and pictures of the pages, from experiments/records
 
 PYTHON := .venv/bin/python
 STEPS :=
@@ -12,7 +13,7 @@ SHORT := $(if $(STEPS),--param=STEPS=$(STEPS))
 LAUNCH := $(PYTHON) -m experiments.launch $(SHORT)
 EVALUATE := $(PYTHON) -m experiments.evaluate
 
-.PHONY: help quickstart smollm2 stream continued transformers test lint
+.PHONY: help quickstart smollm2 stream continued pages transformers test lint
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -99,6 +100,9 @@ continued: .venv ## train a base, export and import it, continue at 8 times its 
 	  $(CONVERT) import --format=huggingface $(CONTINUED)/exported $(CONTINUED)/again
 	$(PYTHON) -m experiments.report --output=$(CONTINUED) \
 	  $(foreach method,$(METHODS),--run_dir=$(CONTINUED)/study/$(method)-$(SEED))
+
+pages: .venv ## draw the tables and pictures of README, RESULTS and docs from experiments/records
+	$(PYTHON) -m experiments.pages
 
 # JAX's CUDA compiler, which tests the Hopper kernel without a GPU. In a folder outside the packages:
 # among them it would warn of the missing GPU at every import.

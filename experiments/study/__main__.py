@@ -1,7 +1,7 @@
 """Trains several recipes with several seeds, evaluates all of them on the same texts, compares.
 
     python -m experiments.study --gin=study/language.gin [--param="BOOKS='FOLDER'" ...]
-                                [--run_dir=DIR] [--only=NAME ...]
+                                [--run_dir=DIR] [--only=NAME ...] [--records=FILE]
 
 --param binds fields of the study and of its evaluations (StudyConfig.seeds=(3,)), any other one
 those of all recipes and their controls. Every run has a folder DIR/NAME-SEED; the same command
@@ -9,6 +9,8 @@ continues after an interruption and computes what is missing. At the end it prin
 writes DIR/index.html. Intervals are over seeds and documents; a table shows every seed.
 """
 
+import shlex
+import sys
 from pathlib import Path
 
 from absl import flags
@@ -19,10 +21,12 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("gin", None, "A study in experiments/configs/, or a path.", required=True)
 flags.DEFINE_multi_string("param", [], "A binding of the study or of all its recipes.")
 flags.DEFINE_string("run_dir", None, "Default: runs/study-<name of the gin file>.")
+flags.DEFINE_string("records", None, "Write a JSON line per row, for the tables of pages.")
 flags.DEFINE_multi_string("only", [], "Train and evaluate only this recipe; repeat for more.")
 
 
 def main(argv: list[str]) -> None:
+    from experiments.study.records import write_records
     from experiments.study.runs import StudyConfig, compute, held_out_texts, write_study
     from ttcd_jax.run.bindings import load_config, reachable_classes
     from ttcd_jax.run.directory import RunDirectory
@@ -38,7 +42,10 @@ def main(argv: list[str]) -> None:
         texts = held_out_texts(config, runs, path)
         for name, seed in chosen:
             compute(config, name, seed, runs[name], texts, path)
-        write_study(config, runs, texts, path)
+        sections = write_study(config, runs, texts, path)
+        if FLAGS.records is not None:
+            command = shlex.join(["python", "-m", "experiments.study", *sys.argv[1:]])
+            write_records(config, runs, sections, path, Path(FLAGS.records), command)
 
 
 if __name__ == "__main__":

@@ -221,9 +221,11 @@ def compute(
         evaluate(task, subject, trained.step).write()
 
 
-def write_study(config: StudyConfig, recipes: dict[str, Recipe], texts: Texts, path: Path) -> None:
+def write_study(
+    config: StudyConfig, recipes: dict[str, Recipe], texts: Texts, path: Path
+) -> list[Section]:
     """Prints the tables of all runs that were evaluated, and writes them with pictures into
-    `index.html`, and alone into `tables.txt`."""
+    `index.html`, and alone into `tables.txt`; returns them."""
     chosen = config.chosen(recipes)
     folders = {f"{x}, seed {seed}": path / f"{x}-{seed}" for x, seed in chosen}
     runs = [run for run in map(Run.read, folders, folders.values()) if run.metrics]
@@ -247,6 +249,7 @@ def write_study(config: StudyConfig, recipes: dict[str, Recipe], texts: Texts, p
     print(tables)
     if (path / "index.html").exists():
         print(printable(f"page {path / 'index.html'}"))
+    return shown
 
 
 def _measured(chosen: list[tuple[str, int]], task: Task, text: str, path: Path) -> Measured:

@@ -13,6 +13,7 @@ from checks import refused
 
 from experiments.cli import CONFIG_DIR
 from experiments.study import runs
+from experiments.study.records import write_records
 from experiments.study.runs import StudyConfig, write_study
 from ttcd_jax.data.corpus import CorpusConfig, load_documents
 from ttcd_jax.errors import DataError
@@ -92,7 +93,8 @@ def computed(folder):
             for name, seed in config.chosen(recipes):
                 runs.compute(config, name, seed, recipes[name], texts, path)
         patch.chdir(folder)  # as the command is given: relative to the working directory
-        write_study(config, recipes, texts, Path(path.name))
+        sections = write_study(config, recipes, texts, Path(path.name))
+        write_records(config, recipes, sections, path, path / "records.jsonl", "COMMAND")
     return path, started
 
 
@@ -165,11 +167,12 @@ def test_recipes_on_rows_that_are_drawn_are_compared_seed_by_seed(tmp_path, monk
         return commands.run(line[2].removeprefix("experiments."), *line[3:])
 
     monkeypatch.setattr(runs, "subprocess", types.SimpleNamespace(run=run))
-    texts = runs.held_out_texts(study, [], tmp_path)
+    recipes = study.runs()
+    texts = runs.held_out_texts(study, recipes, tmp_path)
     assert texts == {"evidence": None}
-    for name, seed in study.chosen():
-        runs.compute(study, name, seed, [], texts, tmp_path)
-    write_study(study, texts, tmp_path)
+    for name, seed in study.chosen(recipes):
+        runs.compute(study, name, seed, recipes[name], texts, tmp_path)
+    write_study(study, recipes, texts, tmp_path)
     tables = (tmp_path / "tables.txt").read_text()
     table = tables.split("Evidence: accuracy by distance (evidence): every seed\n")[1]
     rows = dict(re.findall(r"^own, (\S.*?/\S+(?: \d+)?)  +(.*)$", table, re.MULTILINE))
@@ -182,6 +185,23 @@ def test_recipes_on_rows_that_are_drawn_are_compared_seed_by_seed(tmp_path, monk
             wanted = [*cells, np.mean(cells), np.std(cells, ddof=1)]
             assert values == pytest.approx(wanted, rel=1e-3, abs=1e-9)
     assert not rows
+
+
+def test_records_have_the_numbers_of_the_tables(computed):
+    path, _ = computed
+    head, *rows = map(json.loads, (path / "records.jsonl").read_text().splitlines())
+    assert (head["command"], head["seeds"]) == ("COMMAND", [3, 5])
+    assert head["commit"]
+    assert [*head["recipes"]] == ["base", "other", "third"]
+    assert len({digest for _, digest in head["recipes"].values()}) == 3
+    cells = {(x["section"], x["row"]): x for x in rows}
+    tables = (path / "tables.txt").read_text()
+    name = "Loss by position (corpus): nats per token, less base"
+    mean, half = cells[name, "other"]["1-31"]
+    assert f"{mean:.3f} ± {half:.3f}" in tables.split(name)[1].split("\n\n")[0]
+    found = cells["Loss by position (corpus): every seed, all tokens", "other, off (eta = 0)"]
+    assert f"{found['seed 5']:.4g}" in tables
+    assert {"Runs"} < {x["section"] for x in rows}
 
 
 def test_results_of_other_pieces_and_settings_are_not_shown_again(computed, folder, monkeypatch):

@@ -1,0 +1,123 @@
+"""Draws the measured tables and pictures of the pages from the files in experiments/records.
+
+    python -m experiments.pages
+
+The first line of such a file has what holds for all others (command, commit, device, seeds, tokens,
+what an interval is over), every other one is a measured row, named `row`. A table stands between
+`<!-- table: NAME -->`, at the end of a paragraph, and `<!-- end -->`; `pages.toml` has its spec.
+"""
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from experiments import cli
+from ttcd_jax.errors import DataError
+from ttcd_jax.files import parse_json, write_whole
+from ttcd_jax.measure.pictures import plot_bars, plot_lines
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "experiments/records"
+PAGES = [ROOT / "README.md", ROOT / "experiments/RESULTS.md", *sorted(ROOT.glob("docs/*.md"))]
+_BLOCK = re.compile(r"(<!-- table: (\S+) -->)\n.*?(<!-- end -->)", re.DOTALL)
+_FIELD = re.compile(r"{(.*?)(?::([.,].*?))?}")
+
+type Spec = dict[str, Any]
+
+
+def main(argv: list[str]) -> None:
+    for page in PAGES:
+        write_whole(page, drawn(page))
+    for name, spec in specs()["picture"].items():
+        draw(spec, ROOT / "docs" / f"{name}.png")
+
+
+def specs(folder: Path = RECORDS) -> Spec:
+    """The tables and pictures by name."""
+    return tomllib.loads((folder / "pages.toml").read_text(encoding="utf-8"))
+
+
+def drawn(page: Path, folder: Path = RECORDS) -> str:
+    """The text of a page with its tables as the records have them, the first of a file with a note
+    of how they were measured. Raises `DataError` for a table or row that there is not."""
+    tables, seen = specs(folder)["table"], set[Path]()
+
+    def block(match: re.Match[str]) -> str:
+        start, name, end = match.groups()
+        if (spec := tables.get(name)) is None:
+            raise DataError(f"{page} has a table {name} that pages.toml lacks: name it there")
+        file = folder / f"{spec.get('records', name)}.jsonl"
+        if not file.exists():
+            return f"{start}\n\nNo record yet: `{spec['command']}`. {end}"
+        head, records = _read(file, spec)
+        text = f"{start}\n\n{_table(spec, records)}\n"
+        if file not in seen and spec.get("note", True):
+            seen.add(file)
+            text += f"\n{_note(head, os.path.relpath(file, page.parent))} "
+        return text + end
+
+    return _BLOCK.sub(block, page.read_text(encoding="utf-8"))
+
+
+def _read(file: Path, spec: Spec) -> tuple[Spec, list[Spec]]:
+    """The first line of a file, and the rows that have the fields `where`: all, or `rows`."""
+    head, *rows = [parse_json(line, file) for line in file.read_bytes().splitlines()]
+    rows = [x for x in rows if x | spec.get("where", {}) == x]
+    by_name = {x["row"]: [y for y in rows if y["row"] == x["row"]] for x in rows}
+    if missing := {*(names := spec.get("rows", by_name))} - {*by_name}:
+        raise DataError(f"{file} has no row {', '.join(sorted(missing))}: mend pages.toml")
+    return head, [row for name in names for row in by_name[name]]
+
+
+def _table(spec: Spec, records: list[Spec]) -> str:
+    columns = [(x, x) if isinstance(x, str) else x for x in spec["columns"]]
+    lines = [[spec.get("first", ""), *(heading for heading, *_ in columns)]]
+    lines += [[x["row"], *(_cell(spec, x, *y[1:]) for y in columns)] for x in records]
+    head, *body = ["| " + " | ".join(x.replace("|", "\\|") for x in line) + " |" for line in lines]
+    return "\n".join((head, f"|{'---|' * len(lines[0])}", *body))
+
+
+def _cell(spec: Spec, record: Spec, field: str, join: str = "") -> str:
+    """The text of a field, or of the {NAME} and {NAME:FORMAT} in a text."""
+    join = join or spec.get("join", " ± ")
+
+    def text(value: Any, number: str) -> str:
+        if isinstance(value, list):
+            return join.join(text(x, number) for x in value)
+        if isinstance(value, float | int):
+            return f"{value:{number if isinstance(value, float) else ','}}"
+        return "-" if value is None else value
+
+    in_braces, number = field if "{" in field else f"{{{field}}}", spec.get("number", ".3f")
+    return _FIELD.sub(lambda x: text(record.get(x[1]), x[2] or number), in_braces)
+
+
+def _note(head: Spec, link: str) -> str:
+    seeds = "seed " + ", ".join(map(str, head["seeds"])) if "seeds" in head else None
+    over = f"± is half of a 95 % interval over {head['interval']}" if "interval" in head else None
+    record = f"[record]({link})" + (f", from the {head['source']}" if "source" in head else "")
+    facts = head.get("on"), head.get("tokens"), seeds, head["device"], f"commit {head['commit']}"
+    return f"`{head['command']}`: {'; '.join(filter(None, (*facts, over, record)))}."
+
+
+def draw(spec: Spec, path: Path) -> None:
+    """A picture with a series per record at the fields `x`: `bars`, or lines with intervals."""
+    series, bands = {}, {}
+    for record in _read(RECORDS / f"{path.stem}.jsonl", spec)[1]:
+        pairs = [
+            x if isinstance(x, list) else (x, 0.0) for x in (record[name] for name in spec["x"])
+        ]
+        series[record["row"]] = [x for x, _ in pairs]
+        bands[record["row"]] = [x - half for x, half in pairs], [x + half for x, half in pairs]
+    labels = {x: spec[x] for x in ("title", "x_label", "y_label", "chance") if x in spec}
+    if spec.get("bars"):
+        plot_bars(path, groups=spec["x"], series=series, **labels)
+    else:
+        lines = {name: (spec["x"], values) for name, values in series.items()}
+        plot_lines(path, series=lines, bands=bands, **labels)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,96 @@
+"""The pages: their measured tables and pictures are those that `make pages` draws from records."""
+
+import re
+import shutil
+
+import pytest
+from checks import refused
+from commands import ROOT
+
+from experiments.studies import pages
+
+SPECS = pages.specs()
+NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.])")
+MEASURED = re.compile(r"\d\.\d\d|±")  # in a cell
+
+
+def _without_blocks(page):
+    return re.sub(r"<!-- table: .*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
+def test_a_page_is_what_the_command_draws(page):
+    assert page.read_text() == pages.drawn(page), "run `make pages`"
+    tables = [x for x in _without_blocks(page).splitlines() if x.startswith("|")]
+    assert [x for x in tables if MEASURED.search(x)] == []
+
+
+@pytest.mark.parametrize("name", SPECS["picture"])
+def test_a_picture_is_what_the_command_draws(name, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    pages.draw(SPECS["picture"][name], path := tmp_path / f"{name}.png")
+    shown = image.imread(ROOT / "docs" / path.name)
+    assert shown.tolist() == image.imread(path).tolist(), "run `make pages`"
+
+
+def test_pages_show_every_table_and_no_other_picture():
+    text = "".join(page.read_text() for page in pages.PAGES)
+    assert sorted(re.findall(r"<!-- table: (\S+) -->", text)) == sorted(SPECS["table"])
+    assert {x.stem for x in (ROOT / "docs").glob("*.png")} == {*SPECS["picture"]}
+    assert {x.stem for x in pages.RECORDS.glob("*.jsonl")} <= {
+        *(spec.get("records", name) for kind in SPECS.values() for name, spec in kind.items()),
+        *re.findall(r"records/(\w+)\.jsonl\)", text),
+    }
+
+
+def test_numbers_in_the_sentences_of_the_results_are_in_records():
+    page = ROOT / "experiments/RESULTS.md"
+    text = re.sub(r"`.*?`|(?m:^\|.*)|jax [\d.]+", "", _without_blocks(page))
+    files = [x.read_text() for x in pages.RECORDS.glob("*.jsonl")]
+    known = [abs(float(x)) for file in files for x in re.findall(r"-?\d+\.\d+", file)]
+    numbers = {(x, len(x.partition(".")[2])) for x in NUMBER.findall(text)}
+    found = {digits: {f"{x:.{digits}f}" for x in known} for digits in {y for _, y in numbers}}
+    assert len(numbers) > 10
+    assert [x for x, digits in numbers if x not in found[digits]] == []
+
+
+def test_a_table_has_the_rows_and_columns_of_its_spec(tmp_path):
+    lines = [
+        '{"command": "RUN", "commit": "abc", "device": "cpu", "seeds": [0, 1], "interval": "x"}',
+        '{"row": "b", "text": "t", "|1|": [0.5, 0.25], "n": 1200, "by seed": [1.5, 2.5]}',
+        '{"row": "a", "text": "t", "|1|": 0.125}',
+        '{"row": "a", "text": "u", "|1|": 1.0}',
+    ]
+    (tmp_path / "some.jsonl").write_text("\n".join(lines))
+    (tmp_path / "pages.toml").write_text(
+        '[table.one]\nrecords = "some"\nwhere = {text = "t"}\nrows = ["a", "b"]\nfirst = "name"\n'
+        'columns = ["|1|", ["n", "{n} of {|1|:.1f}"], ["seeds", "by seed", " "]]\n'
+        '[table.two]\nrecords = "some"\ncolumns = ["text"]\n'
+        '[table.three]\ncommand = "LATER"\ncolumns = []\n[picture]\n'
+    )
+    page = tmp_path / "page.md"
+    marks = [f"Text. <!-- table: {x} -->\nold <!-- end -->\n" for x in ("one", "two", "three")]
+    page.write_text("\n".join(marks))
+    for _ in range(2):  # drawn again it is the same
+        page.write_text(pages.drawn(page, tmp_path))
+    assert page.read_text().splitlines() == [
+        *("Text. <!-- table: one -->", "", r"| name | \|1\| | n | seeds |", "|---|---|---|---|"),
+        "| a | 0.125 | - of 0.1 | - |",
+        "| b | 0.500 ± 0.250 | 1,200 of 0.5 ± 0.2 | 1.500 2.500 |",
+        "",
+        "`RUN`: seed 0, 1; cpu; commit abc; ± is half of a 95 % interval over x; "
+        "[record](some.jsonl). <!-- end -->",
+        *("", "Text. <!-- table: two -->", "", "|  | text |", "|---|---|"),
+        *("| b | t |", "| a | t |", "| a | u |", "<!-- end -->"),
+        *("", "Text. <!-- table: three -->", "", "No record yet: `LATER`. <!-- end -->"),
+    ]
+    page.write_text("<!-- table: four -->\n<!-- end -->")
+    refused("a table four that pages.toml lacks", pages.drawn, page, tmp_path)
+
+
+def test_a_changed_record_changes_its_page(tmp_path):
+    shutil.copytree(pages.RECORDS, folder := tmp_path / "records")
+    file = folder / "small.jsonl"
+    file.write_text(file.read_text().replace("-0.321", "-0.322"))
+    page = ROOT / "README.md"
+    assert "-0.322 ± 0.025" in pages.drawn(page, folder) != page.read_text()
