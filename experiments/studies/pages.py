@@ -74,7 +74,10 @@ def _read(file: Path, spec: Spec) -> tuple[Spec, list[Spec]]:
 def _table(spec: Spec, records: list[Spec]) -> str:
     columns = [(x, x) if isinstance(x, str) else x for x in spec["columns"]]
     lines = [[spec.get("first", ""), *(heading for heading, *_ in columns)]]
-    lines += [[x["row"], *(_cell(spec, x, *y[1:]) for y in columns)] for x in records]
+    names = spec.get("names", {})
+    for record in records:
+        cells = (_cell(spec, record, *x[1:]) for x in columns)
+        lines.append([names.get(record["row"], record["row"]), *cells])
     head, *body = ["| " + " | ".join(x.replace("|", "\\|") for x in line) + " |" for line in lines]
     return "\n".join((head, f"|{'---|' * len(lines[0])}", *body))
 

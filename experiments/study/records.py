@@ -9,7 +9,7 @@ from typing import Any
 from ttcd_kernels.measure import environment
 
 from experiments.study.runs import Recipe, StudyConfig
-from ttcd_jax.files import write_whole
+from ttcd_jax.files import read_json, write_whole
 from ttcd_jax.measure.page import Section
 from ttcd_jax.measure.task import digest
 from ttcd_jax.run.directory import RunDirectory
@@ -25,24 +25,26 @@ def write_records(
 ) -> None:
     """Writes what holds for all lines, then the rows, [mean, half] where a cell has an interval.
     `recipes`: the file of each, and the digest of its configuration without the seed."""
-    machine, trained = environment(), {}
+    machine, trained, commits = environment(), {}, set()
     for name, seed in config.chosen(recipes):
         if (run := RunDirectory(path / f"{name}-{seed}")).is_claimed:
             found = run.read_config() | dict.fromkeys(("seed", "sha256"))
             text = json.dumps(found, sort_keys=True)
             trained[name] = recipes[name].file, digest(text)[:12]
+            commits.add(read_json(run.path / "environment.json").get("commit") or "unknown")
     head = {
         "command": command,
-        "commit": machine["commit"],
+        "commit": ", ".join(sorted(commits)),
         "device": f"{machine['cpu_count']} x {machine['device']}",
         "seeds": config.seeds,
-        "interval": f"seeds and pieces of {config.piece_bytes:,} bytes, in pairs",
         "recipes": trained,
     }
+    if any(isinstance(_number(x), list) for y in sections for row in y.table for x in row.values()):
+        head["interval"] = f"seeds and pieces of {config.piece_bytes:,} bytes, in pairs"
     lines: list[Any] = [head]
     for section in sections:
         for row in section.table:
-            cells = {name: _number(cell) for name, cell in row.items()}
+            cells = {x: _number(cell) for x, cell in row.items() if x != "directory"}
             lines.append({"row": next(iter(row.values())), "section": section.title} | cells)
     write_whole(file, "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in lines))
 

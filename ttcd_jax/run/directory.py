@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from ttcd_kernels import measure
 
 from ttcd_jax.config import check_text
 from ttcd_jax.data.records import sealed
@@ -155,6 +156,7 @@ class RunDirectory:
         trained is `MANIFEST`, for an imported one `IMPORT`."""
         environment = {
             "command": sys.argv,
+            "commit": measure.environment()["commit"],
             "python": platform.python_version(),
             "platform": platform.platform(),
             "packages": {name: metadata.version(name) for name in PACKAGES},
