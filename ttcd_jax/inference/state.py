@@ -15,6 +15,7 @@ else in the compute dtype:
                     L N (2 H + 4)           k, v, rates, momentum of the open chunk
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -95,6 +96,27 @@ def fresh_memories(model: InferenceModel, state: InferenceState) -> InferenceSta
         for block, old, new in blocks
     )
     return state._replace(chunk_start=state.position, layers=layers)
+
+
+def frozen(model: InferenceModel, state: InferenceState) -> tuple[InferenceModel, InferenceState]:
+    """The model that reads what the memories of `state` hold and writes nothing, and the state to
+    go on with: of a memory of the stream the student alone, at the cost of its window. Raises
+    `UserError` for another method."""
+    settings = model.config.settings
+    config = None if settings is None else settings.frozen(model.config)
+    if not isinstance(config, TransformerConfig):
+        raise UserError(
+            f"a model of method {model.config.method!r} has no student that could go on alone with "
+            "a frozen memory: keep the memory"
+        )
+    other = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
+    blocks = zip(map(nnx.merge, model.blocks, model.layers), state.layers, strict=True)
+    layers = tuple(
+        {name: getattr(block, name).frozen(x) for name, x in before.items()}
+        for block, before in blocks
+    )
+    model = dataclasses.replace(model, config=config, blocks=other.blocks)
+    return model, state._replace(layers=layers)
 
 
 def state_axes(state: InferenceState) -> InferenceState:

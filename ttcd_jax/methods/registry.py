@@ -33,6 +33,11 @@ class Settings(Config):
         `length` tokens; None where the memory is the mixer itself."""
         return None
 
+    def frozen(self, config: "ModelConfig") -> "ModelConfig | None":
+        """The model of the same parameters that reads the memory of a state and writes nothing; None
+        where there is none."""
+        return None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Heads):
@@ -147,14 +152,15 @@ class Method:
     """A method by its name in configurations and its label in tables.
 
     `block(config, settings)` is the block of a layer with the method's memory; it raises
-    `UserError` for a model that the method cannot be. Layers without it have attention and SwiGLU.
+    `UserError` for a model that the method cannot be. Layers without it have attention and SwiGLU,
+    unless the blocks of all layers are given.
     `layers`: "fast" for those in `TransformerConfig.fast_layers`, "all", or "none" for a method
     without memory. `twin`: the method of a model whose window was removed, or that was given one.
     """
 
     name: str
     label: str
-    block: Callable[[ModelConfig, Any], BlockConfig]
+    block: Callable[[Any, Any], BlockConfig | tuple[BlockConfig, ...]]  # of a `TransformerConfig`
     layers: Literal["fast", "all", "none"] = "fast"
     settings: type[Settings] | None = None
     reference: Reference | None = None

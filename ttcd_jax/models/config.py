@@ -85,6 +85,8 @@ class TransformerConfig(ModelConfig):
 def block_configs(config: TransformerConfig) -> tuple[BlockConfig, ...]:
     method = method_named(config.method)
     block, layers = method.block(config, config.settings), range(config.num_layers)
+    if isinstance(block, tuple):
+        return block
     if method.layers != "fast":
         return (block,) * len(layers)
     plain = config.plain_block()

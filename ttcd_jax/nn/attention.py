@@ -129,9 +129,12 @@ class Attention(Mixer, config=AttentionConfig):
         return Sinks(count, positions if count else None, logits)
 
     def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, None]:
+        return self.under(self.windows, x, row), None
+
+    def under(self, windows: Windows, x: Hidden, row: Row) -> Output:
         implementation, sinks = self.config.attention_implementation, self.sinks(row.positions)
         qkv = self.project(x, row.positions)
-        return self._out(attend(*qkv, row.segment_ids, self.windows, implementation, sinks)), None
+        return self._out(attend(*qkv, row.segment_ids, windows, implementation, sinks))
 
     def start(self, batch_size: int, max_length: int | None) -> KVCache:
         return start_cache(self.config, batch_size, max_length)
@@ -139,11 +142,16 @@ class Attention(Mixer, config=AttentionConfig):
     def extend(
         self, x: Hidden, piece: Piece, state: KVCache, student: Hidden | None = None
     ) -> tuple[Output, KVCache]:
+        return self.extend_under(self.windows, x, piece, state)
+
+    def extend_under(
+        self, windows: Windows, x: Hidden, piece: Piece, cache: KVCache
+    ) -> tuple[Output, KVCache]:
         positions = piece.positions(x.shape[1])
         q, k, v = self.project(x, positions)
         implementation, sinks = self.config.attention_implementation, self.sinks(positions)
-        seen, state = attend_cached(q, k, v, piece, state, self.windows, implementation, sinks)
-        return self._out(seen), state
+        seen, cache = attend_cached(q, k, v, piece, cache, windows, implementation, sinks)
+        return self._out(seen), cache
 
     def project(
         self, h: Hidden, positions: Int[Array, "B T"]

@@ -14,7 +14,7 @@ from ttcd_jax.axes import param
 from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.nn.linear import rms_norm
-from ttcd_jax.nn.row import Hidden, Piece, Row, check_array
+from ttcd_jax.nn.row import Hidden, Piece, Row, Streams, check_array
 from ttcd_jax.precision import Precision
 
 # Reference name -> (our name, how the array is laid out there).
@@ -62,6 +62,11 @@ class SublayerConfig(Config, abc.ABC):
         """The parameter in which all writes of the layer's memory are linear, if there is one."""
         return None
 
+    @property
+    def num_streams(self) -> int:
+        """Residual streams before a mixer; a teacher's and a student's are side by side."""
+        return 1
+
     def build(self, *, rngs: nnx.Rngs) -> "Sublayer":
         return self.layer(self, rngs=rngs)
 
@@ -106,9 +111,10 @@ def check_hidden(name: str, x: jax.Array, dim: int) -> None:
 
 class Views(NamedTuple):
     """One layer's output under two windows: the teacher's joins the residual stream, the student's
-    is an extra input of the next layer."""
+    its own, which is an extra input of the next layer. After a block with two streams both go on;
+    without an output for the teacher's, the student's goes on alone."""
 
-    teacher: Hidden
+    teacher: Hidden | None
     student: Hidden
 
 
@@ -141,6 +147,10 @@ class Sublayer(Configured):
         """`forward` for a piece of rows: (output, the state after the piece). Over consecutive
         pieces the outputs are those of `forward`, without gradient."""
         raise AssertionError(f"{type(self).__name__} defines its own extend")
+
+    def frozen(self, state: Any) -> LayerState:
+        """The state in the model that writes no memory (`Settings.frozen`)."""
+        return state
 
 
 class Mixer(Sublayer):
@@ -233,28 +243,30 @@ class Block(Configured):
     ) -> Hidden:
         """The block's output. `embeddings` of the tokens are the targets of an IP-TTT memory
         that stores them."""
-        check_array("the layer", "h", h, "float", "B", "T", self.config.mixer.dims.dim)
+        width = self.config.mixer.num_streams * self.config.mixer.dims.dim
+        check_array("the layer", "h", h, "float", "B", "T", width)
         return self.forward(h, Row.of(h, positions, segment_ids, embeddings))[0]
 
     def forward(self, h: Hidden, row: Row) -> tuple[Hidden, Report]:
         """(output, the report of the block's memory over the row; None without one)."""
-        stats, student = None, None
+        stats, streams = None, self._streams(h)
         if not h.size:
             return h, None
         for name in self.config.order:
-            x, t = self._normed(name, h, student)
-            y, layer_stats = getattr(self, name).forward(x, row, t)
-            h, student = _added(h, y)
+            x, t = self._normed(name, *streams)
+            y, layer_stats = getattr(self, name).forward(x, row._replace(streams=streams), t)
+            streams = _added(*streams, y)
             stats = stats if layer_stats is None else layer_stats
-        return h, stats
+        return _joined(streams), stats
 
     def inputs(self, name: str, h: Hidden, row: Row) -> tuple[Hidden, Hidden | None]:
         """The inputs of sub-layer `name`: (normed hidden states, those of a student)."""
-        student = None
+        streams = self._streams(h)
         for before in itertools.takewhile(lambda other: other != name, self.config.order):
-            x, t = self._normed(before, h, student)
-            h, student = _added(h, getattr(self, before).forward(x, row, t)[0])
-        return self._normed(name, h, student)
+            x, t = self._normed(before, *streams)
+            y, _ = getattr(self, before).forward(x, row._replace(streams=streams), t)
+            streams = _added(*streams, y)
+        return self._normed(name, *streams)
 
     def start(self, batch_size: int, max_length: int | None) -> dict[str, LayerState]:
         order = self.config.order
@@ -265,16 +277,21 @@ class Block(Configured):
     ) -> tuple[Hidden, dict[str, LayerState]]:
         """`forward` for a piece of rows: (output, the states after it). Raises `UserError` for
         another number of rows than the states have."""
-        check_hidden("h", h, self.config.mixer.dims.dim)
+        check_hidden("h", h, self.config.mixer.num_streams * self.config.mixer.dims.dim)
         rows = {len(x) for x in jax.tree.leaves(state)}
         if rows - {len(h)}:
             raise UserError(f"h has {len(h)} rows, and the state is one of {rows.pop()} rows")
-        after, student = {}, None
+        after, streams = {}, self._streams(h)
         for name in self.config.order:
-            x, t = self._normed(name, h, student)
-            y, after[name] = getattr(self, name).extend(x, piece, state[name], t)
-            h, student = _added(h, y)
-        return h, after
+            x, t = self._normed(name, *streams)
+            now = piece._replace(streams=streams)
+            y, after[name] = getattr(self, name).extend(x, now, state[name], t)
+            streams = _added(*streams, y)
+        return _joined(streams), after
+
+    def _streams(self, h: jax.Array) -> Streams:
+        dim = self.config.mixer.dims.dim
+        return (h, None) if h.shape[-1] == dim else (h[..., :dim], h[..., dim:])
 
     def _normed(
         self, name: str, h: jax.Array, student: jax.Array | None
@@ -283,8 +300,14 @@ class Block(Configured):
         return rms_norm(h, weight, eps), None if student is None else rms_norm(student, weight, eps)
 
 
-def _added(h: jax.Array, y: Output) -> tuple[jax.Array, jax.Array | None]:
-    """(residual stream, the student's where y is `Views`)."""
-    if isinstance(y, Views):
-        return h + y.teacher, h + y.student
-    return h + y, None
+def _added(h: jax.Array, student: jax.Array | None, y: Output) -> Streams:
+    """The streams after a sub-layer; the student's is new where the first `Views` come."""
+    if not isinstance(y, Views):
+        return h + y, None
+    student = (h if student is None else student) + y.student
+    return (student, None) if y.teacher is None else (h + y.teacher, student)
+
+
+def _joined(streams: Streams) -> jax.Array:
+    h, student = streams
+    return h if student is None else jnp.concatenate([h, student], axis=-1)

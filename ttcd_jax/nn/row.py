@@ -14,6 +14,7 @@ from ttcd_kernels.dual_window.tiles import documents
 from ttcd_jax.errors import UserError
 
 Hidden = Float[Array, "B T D"]  # hidden states, or another vector per token
+Streams = tuple[Hidden, Hidden | None]  # the residual stream; a teacher's and a student's
 
 
 def check_array(owner: str, name: str, x: Any, kind: str, *shape: int | str) -> None:
@@ -43,6 +44,7 @@ class Row(NamedTuple):
     # True: `forward` of a memory with a teacher returns `memory.distillation.Distillation`, not
     # `MemoryStats`. Known when it is traced; None is no leaf.
     measures: Literal[True] | None = None
+    streams: Streams | None = None  # before the sub-layer that is given this row
 
     @classmethod
     def of(
@@ -98,6 +100,7 @@ class Piece(NamedTuple):
     is_plain: Bool[Array, " B"] | Literal[True] | None = None
     embeddings: Hidden | None = None
     cut: Cut = Cut()
+    streams: Streams | None = None  # as in a `Row`
 
     @classmethod
     def of(
@@ -146,6 +149,14 @@ class Piece(NamedTuple):
         phases = None if chunk_size is None else starts % chunk_size
         cut = Cut(chunk_size, window)
         return cls(starts, counts, phases, halo, has_gap, cut=cut)
+
+    def under(self, window: int | None) -> "Piece":
+        """The piece for a layer of this window. Raises `UserError` for one that is wider than what
+        the piece was made for."""
+        if window is None or (self.cut.window is not None and window >= self.cut.window):
+            self.cut.check("window", window)
+            return self
+        return self._replace(halo=min(self.halo, window - 1))
 
     def positions(self, length: int) -> Int[Array, "B T"]:
         return self.start[:, None] + jnp.arange(length, dtype=jnp.int32)

@@ -1,0 +1,291 @@
+"""A residual stream under a wide window, distilled into a memory of the same stream under a short one.
+
+Two streams with the same weights read the row, the teacher's h_T under `window` and the student's
+h_S under `student_window`, in every layer up to the one with the memory, where
+
+    d = h_T - h_S after the layer,   k = z / |z|,   z the features of the student's MLP
+    S <- S + k^T beta (d - k S),     h_S <- h_S + eta k S
+
+by the delta rule, chunk by chunk. The student's stream goes on alone, in layers under the student's
+window: the teacher's is there to be written, and never reads a memory, so no write depends on a
+read. With several memories the teacher's stream goes on to the last, and each corrects what is left
+after those before it. Equal windows write zero; a memory that is not read (eta = 0), or not
+written, leaves the windowed model.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from ttcd_kernels.normalize import l2_normalize
+
+from ttcd_jax.axes import param
+from ttcd_jax.config import Bound, NonNegativeFloat
+from ttcd_jax.memory.pieces import OpenChunk
+from ttcd_jax.memory.prefix import PrefixOptions, Sum, Writes
+from ttcd_jax.memory.running import CorrectingMemory
+from ttcd_jax.methods import registry
+from ttcd_jax.methods.in_place import InPlaceConfig, InPlaceMLP, InPlaceSettings, InPlaceState
+from ttcd_jax.nn.attention import DualWindowAttention, DualWindowConfig, start_cache
+from ttcd_jax.nn.block import BlockConfig, Names, Views
+from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
+from ttcd_jax.nn.product import product, weight_product
+from ttcd_jax.nn.row import Hidden, Piece, Row
+from ttcd_jax.nn.windows import KVCache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamMemoryConfig(InPlaceSettings):
+    """The settings of a memory of the stream. `eta` multiplies what is read.
+
+    `initial_rate`: beta is sigmoid(x . b + c) with b from zero and the constant c, of which it is
+    this; x is the normed stream before the MLP, the teacher's or the student's (`rate_source`).
+    `target`: d is the difference of the streams, or of the layer's own MLP outputs alone, as in the
+    paper. `stops_teacher`: no gradient flows through the teacher's stream. `is_frozen`: the memory
+    is read and never written, by a student alone; so is the model that
+    `ttcd_jax.inference.state.frozen` makes.
+    """
+
+    eta: NonNegativeFloat = 1.0
+    initial_rate: Annotated[float, Bound("between 0 and 1", lambda rate: 0 < rate < 1)] = 0.3
+    rate_source: Literal["teacher", "student"] = "teacher"
+    target: Literal["stream", "layer"] = "stream"
+    stops_teacher: bool = False
+    is_frozen: bool = False
+
+    def frozen(self, config: registry.ModelConfig) -> registry.ModelConfig:
+        return config.replace(window=config.student_window, memory=self.replace(is_frozen=True))
+
+
+class Caches(NamedTuple):
+    """The keys and values of both streams."""
+
+    teacher: KVCache
+    student: KVCache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamsConfig(DualWindowConfig):
+    """Attention of both streams. `is_first`: in the first layer, where both have one input."""
+
+    is_first: bool
+    stops_teacher: bool
+
+    @property
+    def num_streams(self) -> int:
+        return 1 if self.is_first else 2
+
+    def flops(self, length: int) -> int | float:
+        if self.is_first:
+            return super().flops(length)
+        student = self.attention.replace(window=self.student_window)
+        return self.attention.flops(length) + student.flops(length)
+
+
+class StreamsAttention(DualWindowAttention, config=StreamsConfig):
+    """(h_T, h_S), normed, each [B, T, D] -> what attention adds to each, under its own window."""
+
+    def __init__(self, config: StreamsConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
+        self.stops_teacher = config.stops_teacher
+
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Views, None]:
+        if student is None:
+            teacher, own = self.under(self.windows, x, row)
+        else:
+            inputs = zip(self.windows, (x, student), strict=True)
+            teacher, own = (self.under((window,), x, row) for window, x in inputs)
+        return Views(_held(teacher, self.stops_teacher), own), None
+
+    def start(self, batch_size: int, max_length: int | None) -> Caches:
+        configs = (self.config.replace(window=window) for window in self.windows)
+        return Caches(*(start_cache(x, batch_size, max_length) for x in configs))
+
+    def extend(
+        self, x: Hidden, piece: Piece, state: Caches, student: Hidden | None = None
+    ) -> tuple[Views, Caches]:
+        inputs = zip(self.windows, (x, x if student is None else student), state, strict=True)
+        found = [self.extend_under((window,), x, piece, cache) for window, x, cache in inputs]
+        outputs, caches = zip(*found, strict=True)
+        return Views(*outputs), Caches(*caches)
+
+    def frozen(self, state: Caches) -> KVCache:
+        return state.student
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamsMLPConfig(MLPConfig):
+    """An MLP of both streams, in layers without the memory."""
+
+    stops_teacher: bool
+
+    def flops(self, length: int) -> int | float:
+        return 2 * super().flops(length)
+
+
+class StreamsMLP(SwiGLU, config=StreamsMLPConfig):
+    """(h_T, h_S), normed, each [B, T, D] -> what the MLP adds to each."""
+
+    config: StreamsMLPConfig
+
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Views, None]:
+        return self._both(x, student), None
+
+    def extend(
+        self, x: Hidden, piece: Piece, state: None, student: Hidden | None = None
+    ) -> tuple[Views, None]:
+        return self._both(x, student), None
+
+    def _both(self, x: Hidden, student: Hidden | None) -> Views:
+        assert student is not None
+        return Views(_held(self.plain(x), self.config.stops_teacher), self.plain(student))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamMemoryMLPConfig(InPlaceConfig):
+    """An MLP whose features are the keys of a memory of the stream. `goes_on`: a later layer needs
+    the teacher's stream."""
+
+    reference_names: ClassVar[Names] = MLPConfig.reference_names | {"b_proj": ("rate", "same")}
+    has_teacher: ClassVar[bool] = True
+
+    mlp: MLPConfig
+    memory: StreamMemoryConfig
+    goes_on: bool
+
+    def flops(self, length: int) -> int | float:
+        """The MLP twice, the memory's read and write, and what the delta rule needs."""
+        return 8 * self.mlp.unit_flops(length) + self.memory.correction_flops(self.mlp, length)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StreamMemory(CorrectingMemory):
+    """The delta rule, read as it is written: y = z W_base + eta k S, k = z / |z|."""
+
+    def read(self, state: Sum, reads: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
+        wide = self.options.state_dtype
+        remembered = product("BLF,BFD->BLD", l2_normalize(reads), state.astype(reads.dtype), wide)
+        y = product("BLF,FD->BLD", reads, self.w_base, wide) + self.options.eta * remembered
+        return y.astype(reads.dtype)
+
+
+class Lesson(NamedTuple):
+    """Of every token: the student's features z, d, and the rate beta."""
+
+    z: Float[Array, "*rest F"]
+    d: Float[Array, "*rest D"]
+    beta: Float[Array, "*rest"]
+
+
+class StreamMemoryMLP(InPlaceMLP[Lesson, Lesson], config=StreamMemoryMLPConfig):
+    """(h_T, h_S), normed, each [B, T, D] -> what the MLP and its memory add to the student's
+    stream, and the MLP to a teacher's that goes on. The parameters of SwiGLU, and b."""
+
+    settings: StreamMemoryConfig
+
+    def __init__(self, config: StreamMemoryMLPConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
+        self.goes_on = config.goes_on
+        self.rate = param(jnp.zeros(self.config.dim, self.config.precision.param_dtype), ("embed",))
+
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Any, Any]:
+        if student is None:
+            return super().forward(x, row)
+        y, report = super().forward(student, row, x)
+        return self._beside(x, y), report
+
+    def extend(
+        self, x: Hidden, piece: Piece, state: InPlaceState, student: Hidden | None = None
+    ) -> tuple[Any, InPlaceState]:
+        if student is None:
+            return super().extend(x, piece, state)
+        y, state = super().extend(student, piece, state, x)
+        return self._beside(x, y), state
+
+    def _beside(self, x: Hidden, y: Hidden) -> Views:
+        goes_on = _held(self.plain(x), self.settings.stops_teacher) if self.goes_on else None
+        return Views(goes_on, y)
+
+    def start(self, batch_size: int, max_length: int | None = None) -> InPlaceState:
+        state = super().start(batch_size, max_length)
+        return self.frozen(state) if self.settings.is_frozen else state
+
+    def frozen(self, state: InPlaceState) -> InPlaceState:
+        return state._replace(chunks=OpenChunk(state.chunks.memory, None))
+
+    def source(self, x: Hidden, row: Row | Piece, student: Hidden | None) -> Views:
+        """x is the student's, `student` the teacher's: the teacher's stream after the layer less
+        the student's before its MLP, and the rate's source. The student alone learns nothing."""
+        if student is None:
+            return Views(self.plain(x), x)
+        assert row.streams is not None
+        teacher, own = row.streams
+        stops, target = self.settings.stops_teacher, self.plain(student)
+        target = _held(target, stops)
+        if self.settings.target == "stream":
+            target = target + (_held(teacher, stops) - own)
+        return Views(target, _held(student, stops) if self.settings.rate_source == "teacher" else x)
+
+    def placeholder(self, x: Hidden) -> Views:
+        return Views(x, x)
+
+    def tokens(self, x: Hidden, t: Views) -> Lesson:
+        target, seen = t
+        z, rate = self.features(x), self.settings.initial_rate
+        wide = jnp.promote_types(self.config.precision.state_dtype, jnp.float32)
+        logit = jnp.einsum("BTD,D->BT", seen.astype(wide), self.rate[...].astype(wide))
+        beta = jax.nn.sigmoid(logit + math.log(rate / (1 - rate)))
+        return Lesson(z, target - weight_product(z, self.w_base()), beta)
+
+    def operands(self, convolved: Lesson) -> tuple[Float[Array, "B C L F"], Writes]:
+        z, d, beta = convolved
+        return z, Writes(l2_normalize(z), (beta[..., None] * d).astype(z.dtype), None, beta)
+
+    def memory(self, length: int) -> StreamMemory:
+        precision = self.config.precision
+        options = PrefixOptions(self.settings.eta, state_dtype=precision.state_dtype)
+        return StreamMemory(self.w_base(), options)
+
+    def compared(
+        self, convolved: Lesson, reads: Array, y: Array, read: Callable[[Array], Array]
+    ) -> tuple[Array, ...]:
+        """The student's stream moves towards the teacher's, which reads no memory. Both are
+        measured from the student's before its MLP."""
+        student = weight_product(reads, self.w_base())
+        teacher = student + convolved.d
+        return teacher, student, y, teacher - y, y - student
+
+
+def _held(x: jax.Array, is_held: bool) -> jax.Array:
+    return jax.lax.stop_gradient(x) if is_held else x
+
+
+def _blocks(config: Any, settings: StreamMemoryConfig) -> tuple[BlockConfig, ...]:
+    """The blocks of all layers of a `TransformerConfig`."""
+    attention, last = config.attention(), max(config.fast_layers)
+    windows = {"attention": attention, "student_window": config.student_window}
+    short, stops = attention.replace(window=config.student_window), settings.stops_teacher
+
+    def block(layer: int) -> BlockConfig:
+        alone = settings.is_frozen or layer > last
+        mixer, mlp = short, config.mlp()
+        if not alone:
+            mixer = StreamsConfig(**windows, is_first=not layer, stops_teacher=stops)
+            mlp = config.part(StreamsMLPConfig, hidden_dim=config.mlp_dim, stops_teacher=stops)
+        if layer in config.fast_layers:
+            goes_on = layer < last
+            mlp = StreamMemoryMLPConfig(mlp=config.mlp(), memory=settings, goes_on=goes_on)
+        return BlockConfig(mixer=mixer, mlp=mlp)
+
+    return tuple(map(block, range(config.num_layers)))
+
+
+registry.register(
+    registry.Method("ipttcd_stream", "IP-TTCD of the stream", _blocks, settings=StreamMemoryConfig)
+)
