@@ -159,8 +159,9 @@ class StreamMemoryMLPConfig(InPlaceConfig):
     goes_on: bool
 
     def flops(self, length: int) -> int | float:
-        """The MLP twice, the memory's read and write, and what the delta rule needs."""
-        return 8 * self.mlp.unit_flops(length) + self.memory.correction_flops(self.mlp, length)
+        """The MLP of both streams, the student's output once more where the memory is read, that
+        read and the write, and what the delta rule needs."""
+        return (6 + 3) * self.mlp.unit_flops(length) + self.memory.correction_flops(self.mlp, length)
 
 
 @jax.tree_util.register_dataclass

@@ -17,6 +17,8 @@ from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.row import Hidden, Piece, Row, Streams, check_array
 from ttcd_jax.precision import Precision
 
+# One residual stream [B, T, D], or a teacher's and a student's side by side [B, T, 2 D].
+Joined = Float[Array, "B T _"]
 # Reference name -> (our name, how the array is laid out there).
 Names = dict[str, tuple[str, str]]
 
@@ -236,18 +238,18 @@ class Block(Configured):
 
     def __call__(
         self,
-        h: Hidden,
+        h: Joined,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         embeddings: Hidden | None = None,
-    ) -> Hidden:
+    ) -> Joined:
         """The block's output. `embeddings` of the tokens are the targets of an IP-TTT memory
         that stores them."""
         width = self.config.mixer.num_streams * self.config.mixer.dims.dim
         check_array("the layer", "h", h, "float", "B", "T", width)
         return self.forward(h, Row.of(h, positions, segment_ids, embeddings))[0]
 
-    def forward(self, h: Hidden, row: Row) -> tuple[Hidden, Report]:
+    def forward(self, h: Joined, row: Row) -> tuple[Joined, Report]:
         """(output, the report of the block's memory over the row; None without one)."""
         stats, streams = None, self._streams(h)
         if not h.size:
@@ -259,7 +261,7 @@ class Block(Configured):
             stats = stats if layer_stats is None else layer_stats
         return _joined(streams), stats
 
-    def inputs(self, name: str, h: Hidden, row: Row) -> tuple[Hidden, Hidden | None]:
+    def inputs(self, name: str, h: Joined, row: Row) -> tuple[Hidden, Hidden | None]:
         """The inputs of sub-layer `name`: (normed hidden states, those of a student)."""
         streams = self._streams(h)
         for before in itertools.takewhile(lambda other: other != name, self.config.order):
@@ -273,8 +275,8 @@ class Block(Configured):
         return {name: getattr(self, name).start(batch_size, max_length) for name in order}
 
     def extend(
-        self, h: Hidden, piece: Piece, state: dict[str, LayerState]
-    ) -> tuple[Hidden, dict[str, LayerState]]:
+        self, h: Joined, piece: Piece, state: dict[str, LayerState]
+    ) -> tuple[Joined, dict[str, LayerState]]:
         """`forward` for a piece of rows: (output, the states after it). Raises `UserError` for
         another number of rows than the states have."""
         check_hidden("h", h, self.config.mixer.num_streams * self.config.mixer.dims.dim)
