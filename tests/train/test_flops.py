@@ -82,9 +82,9 @@ def test_the_formula_counts_every_matrix_product_of_an_unrolled_model(name, monk
     surplus = dense * 4 * (LENGTH**2 - visible_pairs(LENGTH, None)) * config.dim
     if method in ("ipttcd", "ipttcd_ideal"):
         surplus += 4 * LENGTH**2 * config.dim
-    if method == "ipttcd_stream":  # a window of 4 in layers 1 and 2; the student in layers 0 and 1
-        narrow = visible_pairs(LENGTH, None) - visible_pairs(LENGTH, 4)
-        surplus += 4 * (LENGTH**2 * 2 + narrow - visible_pairs(LENGTH, 4)) * config.dim
+    if method == "ipttcd_stream":  # a window of 4: the student's, in layers 0 and 1, and of layer 2
+        beyond = visible_pairs(LENGTH, None) - visible_pairs(LENGTH, 4)
+        surplus += 4 * (2 * (LENGTH**2 - visible_pairs(LENGTH, 4)) + beyond) * config.dim
     surplus += 2 * LENGTH * COLUMNS.get(method, 0) * (config.num_layers if is_everywhere else 1)
     forward = forward_flops(config, LENGTH)
     assert _counted(config) == forward + surplus

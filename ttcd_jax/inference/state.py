@@ -27,6 +27,7 @@ from jaxtyping import Array, Int
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.methods.registry import Settings
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import LayerState
@@ -102,13 +103,7 @@ def frozen(model: InferenceModel, state: InferenceState) -> tuple[InferenceModel
     """The model that reads what the memories of `state` hold and writes nothing, and the state to
     go on with: of a memory of the stream the student alone, at the cost of its window. Raises
     `UserError` for another method."""
-    settings = model.config.settings
-    config = None if settings is None else settings.frozen(model.config)
-    if not isinstance(config, TransformerConfig):
-        raise UserError(
-            f"a model of method {model.config.method!r} has no student that could go on alone with "
-            "a frozen memory: keep the memory"
-        )
+    config = (model.config.settings or Settings()).frozen(model.config)
     other = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
     blocks = zip(map(nnx.merge, model.blocks, model.layers), state.layers, strict=True)
     layers = tuple(

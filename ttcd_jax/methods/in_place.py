@@ -252,7 +252,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         x = jax.ShapeDtypeStruct((batch_size, size, self.config.dim), dtype)
 
         def one_chunk(x: jax.Array) -> tuple[Tokens, Tree]:
-            tokens = self.tokens(x, self.placeholder(x))
+            tokens = self.tokens(x, x)
             chunks = jax.tree.map(lambda x: x[:, None], tokens)
             writes = self.operands(self.convolved(chunks, None))[1]
             return tokens, jax.tree.map(lambda x: x[:, 0], writes)
@@ -305,12 +305,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         assert student is not None, f"{type(self).__name__} follows attention under two windows"
         return student
 
-    def placeholder(self, x: Hidden) -> Any:
-        """A t of which the shapes alone matter."""
-        return x
-
     def tokens(self, x: Hidden, t: Any) -> Tokens:
-        """Features of each token alone, [B, T, ...]."""
+        """Features of each token alone, [B, T, ...]; t may be x, for their shapes."""
         raise AssertionError(f"{type(self).__name__} defines its own tokens")
 
     def convolved(self, tokens: Tokens, segments: Int[Array, "B C L"] | None) -> Convolved:

@@ -1,4 +1,4 @@
-"""A residual stream under a wide window, distilled into a memory of the same stream under a short one.
+"""The residual stream under a wide window, distilled into a memory of the one under a short window.
 
 Two streams with the same weights read the row, the teacher's h_T under `window` and the student's
 h_S under `student_window`, in every layer up to the one with the memory, where
@@ -21,19 +21,20 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 from ttcd_kernels.normalize import l2_normalize
 
 from ttcd_jax.axes import param
 from ttcd_jax.config import Bound, NonNegativeFloat
+from ttcd_jax.errors import UserError
 from ttcd_jax.memory.pieces import OpenChunk
 from ttcd_jax.memory.prefix import PrefixOptions, Sum, Writes
 from ttcd_jax.memory.running import CorrectingMemory
 from ttcd_jax.methods import registry
 from ttcd_jax.methods.in_place import InPlaceConfig, InPlaceMLP, InPlaceSettings, InPlaceState
 from ttcd_jax.nn.attention import DualWindowAttention, DualWindowConfig, start_cache
-from ttcd_jax.nn.block import BlockConfig, Names, Views
-from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
+from ttcd_jax.nn.block import BlockConfig, Names, Output, Views
+from ttcd_jax.nn.mlp import MLPConfig
 from ttcd_jax.nn.product import product, weight_product
 from ttcd_jax.nn.row import Hidden, Piece, Row
 from ttcd_jax.nn.windows import KVCache
@@ -74,15 +75,12 @@ class StreamsConfig(DualWindowConfig):
     """Attention of both streams. `is_first`: in the first layer, where both have one input."""
 
     is_first: bool
-    stops_teacher: bool
 
     @property
     def num_streams(self) -> int:
         return 1 if self.is_first else 2
 
     def flops(self, length: int) -> int | float:
-        if self.is_first:
-            return super().flops(length)
         student = self.attention.replace(window=self.student_window)
         return self.attention.flops(length) + student.flops(length)
 
@@ -90,17 +88,11 @@ class StreamsConfig(DualWindowConfig):
 class StreamsAttention(DualWindowAttention, config=StreamsConfig):
     """(h_T, h_S), normed, each [B, T, D] -> what attention adds to each, under its own window."""
 
-    def __init__(self, config: StreamsConfig, *, rngs: nnx.Rngs) -> None:
-        super().__init__(config, rngs=rngs)
-        self.stops_teacher = config.stops_teacher
-
-    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Views, None]:
-        if student is None:
-            teacher, own = self.under(self.windows, x, row)
-        else:
-            inputs = zip(self.windows, (x, student), strict=True)
-            teacher, own = (self.under((window,), x, row) for window, x in inputs)
-        return Views(_held(teacher, self.stops_teacher), own), None
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, None]:
+        # Not both windows at once, where they share an input: the student alone is this to the bit.
+        (wide, short), under = self.windows, super().forward
+        student, _ = under(x if student is None else student, row, None, (short,))
+        return Views(under(x, row, None, (wide,))[0], student), None
 
     def start(self, batch_size: int, max_length: int | None) -> Caches:
         configs = (self.config.replace(window=window) for window in self.windows)
@@ -108,11 +100,12 @@ class StreamsAttention(DualWindowAttention, config=StreamsConfig):
 
     def extend(
         self, x: Hidden, piece: Piece, state: Caches, student: Hidden | None = None
-    ) -> tuple[Views, Caches]:
-        inputs = zip(self.windows, (x, x if student is None else student), state, strict=True)
-        found = [self.extend_under((window,), x, piece, cache) for window, x, cache in inputs]
-        outputs, caches = zip(*found, strict=True)
-        return Views(*outputs), Caches(*caches)
+    ) -> tuple[Output, Caches]:
+        (wide, short), under = self.windows, super().extend
+        student = x if student is None else student
+        student, after = under(student, piece, state.student, None, (short,))
+        teacher, cache = under(x, piece, state.teacher, None, (wide,))
+        return Views(teacher, student), Caches(cache, after)
 
     def frozen(self, state: Caches) -> KVCache:
         return state.student
@@ -120,30 +113,10 @@ class StreamsAttention(DualWindowAttention, config=StreamsConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamsMLPConfig(MLPConfig):
-    """An MLP of both streams, in layers without the memory."""
-
-    stops_teacher: bool
+    """An MLP of both streams."""
 
     def flops(self, length: int) -> int | float:
         return 2 * super().flops(length)
-
-
-class StreamsMLP(SwiGLU, config=StreamsMLPConfig):
-    """(h_T, h_S), normed, each [B, T, D] -> what the MLP adds to each."""
-
-    config: StreamsMLPConfig
-
-    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Views, None]:
-        return self._both(x, student), None
-
-    def extend(
-        self, x: Hidden, piece: Piece, state: None, student: Hidden | None = None
-    ) -> tuple[Views, None]:
-        return self._both(x, student), None
-
-    def _both(self, x: Hidden, student: Hidden | None) -> Views:
-        assert student is not None
-        return Views(_held(self.plain(x), self.config.stops_teacher), self.plain(student))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,27 +132,27 @@ class StreamMemoryMLPConfig(InPlaceConfig):
     goes_on: bool
 
     def flops(self, length: int) -> int | float:
-        """The MLP of both streams, the student's output once more where the memory is read, that
-        read and the write, and what the delta rule needs."""
-        return (6 + 3) * self.mlp.unit_flops(length) + self.memory.correction_flops(self.mlp, length)
+        """The MLP of both streams, the memory's read and write, and what the delta rule needs."""
+        correction = self.memory.correction_flops(self.mlp, length)
+        return (6 + 2) * self.mlp.unit_flops(length) + correction
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StreamMemory(CorrectingMemory):
-    """The delta rule, read as it is written: y = z W_base + eta k S, k = z / |z|."""
+    """The delta rule, read by keys beside what it is added to: y + eta k S."""
 
-    def read(self, state: Sum, reads: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
-        wide = self.options.state_dtype
-        remembered = product("BLF,BFD->BLD", l2_normalize(reads), state.astype(reads.dtype), wide)
-        y = product("BLF,FD->BLD", reads, self.w_base, wide) + self.options.eta * remembered
-        return y.astype(reads.dtype)
+    def read(self, state: Sum, reads: Float[Array, "B L X"]) -> Float[Array, "B L D"]:
+        keys, y = jnp.split(reads, [state.shape[1]], axis=-1)
+        found = product("BLF,BFD->BLD", keys, state.astype(keys.dtype), self.options.state_dtype)
+        return (y + self.options.eta * found).astype(reads.dtype)
 
 
 class Lesson(NamedTuple):
-    """Of every token: the student's features z, d, and the rate beta."""
+    """Of every token: k, what the student's MLP adds to its stream, d, and the rate beta."""
 
-    z: Float[Array, "*rest F"]
+    k: Float[Array, "*rest F"]
+    y: Float[Array, "*rest D"]
     d: Float[Array, "*rest D"]
     beta: Float[Array, "*rest"]
 
@@ -210,8 +183,7 @@ class StreamMemoryMLP(InPlaceMLP[Lesson, Lesson], config=StreamMemoryMLPConfig):
         return self._beside(x, y), state
 
     def _beside(self, x: Hidden, y: Hidden) -> Views:
-        goes_on = _held(self.plain(x), self.settings.stops_teacher) if self.goes_on else None
-        return Views(goes_on, y)
+        return Views(self.plain(x) if self.goes_on else None, y)
 
     def start(self, batch_size: int, max_length: int | None = None) -> InPlaceState:
         state = super().start(batch_size, max_length)
@@ -227,26 +199,27 @@ class StreamMemoryMLP(InPlaceMLP[Lesson, Lesson], config=StreamMemoryMLPConfig):
             return Views(self.plain(x), x)
         assert row.streams is not None
         teacher, own = row.streams
-        stops, target = self.settings.stops_teacher, self.plain(student)
-        target = _held(target, stops)
+        if self.settings.stops_teacher:
+            teacher, student = jax.lax.stop_gradient((teacher, student))
+        target = self.plain(student)
+        target = jax.lax.stop_gradient(target) if self.settings.stops_teacher else target
         if self.settings.target == "stream":
-            target = target + (_held(teacher, stops) - own)
-        return Views(target, _held(student, stops) if self.settings.rate_source == "teacher" else x)
+            target = target + (teacher - own)
+        return Views(target, student if self.settings.rate_source == "teacher" else x)
 
-    def placeholder(self, x: Hidden) -> Views:
-        return Views(x, x)
-
-    def tokens(self, x: Hidden, t: Views) -> Lesson:
-        target, seen = t
+    def tokens(self, x: Hidden, t: Any) -> Lesson:
+        target, seen = t if isinstance(t, Views) else (t, t)
         z, rate = self.features(x), self.settings.initial_rate
         wide = jnp.promote_types(self.config.precision.state_dtype, jnp.float32)
         logit = jnp.einsum("BTD,D->BT", seen.astype(wide), self.rate[...].astype(wide))
         beta = jax.nn.sigmoid(logit + math.log(rate / (1 - rate)))
-        return Lesson(z, target - weight_product(z, self.w_base()), beta)
+        y = weight_product(z, self.w_base())
+        return Lesson(l2_normalize(z), y, target - y, beta)
 
-    def operands(self, convolved: Lesson) -> tuple[Float[Array, "B C L F"], Writes]:
-        z, d, beta = convolved
-        return z, Writes(l2_normalize(z), (beta[..., None] * d).astype(z.dtype), None, beta)
+    def operands(self, convolved: Lesson) -> tuple[Float[Array, "B C L X"], Writes]:
+        k, y, d, beta = convolved
+        errors = (beta[..., None] * d).astype(k.dtype)
+        return jnp.concatenate([k, y], axis=-1), Writes(k, errors, None, beta)
 
     def memory(self, length: int) -> StreamMemory:
         precision = self.config.precision
@@ -258,31 +231,30 @@ class StreamMemoryMLP(InPlaceMLP[Lesson, Lesson], config=StreamMemoryMLPConfig):
     ) -> tuple[Array, ...]:
         """The student's stream moves towards the teacher's, which reads no memory. Both are
         measured from the student's before its MLP."""
-        student = weight_product(reads, self.w_base())
+        student = convolved.y
         teacher = student + convolved.d
         return teacher, student, y, teacher - y, y - student
 
 
-def _held(x: jax.Array, is_held: bool) -> jax.Array:
-    return jax.lax.stop_gradient(x) if is_held else x
-
-
 def _blocks(config: Any, settings: StreamMemoryConfig) -> tuple[BlockConfig, ...]:
     """The blocks of all layers of a `TransformerConfig`."""
+    if settings.is_frozen and config.window != config.student_window:
+        raise UserError(
+            f"is_frozen is for the student alone: set window {config.window} to its window, "
+            f"{config.student_window}"
+        )
     attention, last = config.attention(), max(config.fast_layers)
     windows = {"attention": attention, "student_window": config.student_window}
-    short, stops = attention.replace(window=config.student_window), settings.stops_teacher
 
     def block(layer: int) -> BlockConfig:
-        alone = settings.is_frozen or layer > last
-        mixer, mlp = short, config.mlp()
-        if not alone:
-            mixer = StreamsConfig(**windows, is_first=not layer, stops_teacher=stops)
-            mlp = config.part(StreamsMLPConfig, hidden_dim=config.mlp_dim, stops_teacher=stops)
+        mixer, mlp = attention.replace(window=config.student_window), config.mlp()
+        if layer <= last and not settings.is_frozen:
+            mixer = StreamsConfig(**windows, is_first=not layer)
+            mlp = config.part(StreamsMLPConfig, hidden_dim=config.mlp_dim)
         if layer in config.fast_layers:
-            goes_on = layer < last
-            mlp = StreamMemoryMLPConfig(mlp=config.mlp(), memory=settings, goes_on=goes_on)
-        return BlockConfig(mixer=mixer, mlp=mlp)
+            options = {"memory": settings, "goes_on": layer < last}
+            mlp = StreamMemoryMLPConfig(mlp=config.mlp(), **options)
+        return BlockConfig(mixer=mixer, mlp=mlp, stops_teacher=settings.stops_teacher)
 
     return tuple(map(block, range(config.num_layers)))
 

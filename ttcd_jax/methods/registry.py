@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from ttcd_jax.config import Config, Positive
-from ttcd_jax.errors import DataError
+from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.nn.attention import AttentionConfig, Heads
 from ttcd_jax.nn.block import BlockConfig
 from ttcd_jax.nn.mlp import MLPConfig
@@ -33,10 +33,13 @@ class Settings(Config):
         `length` tokens; None where the memory is the mixer itself."""
         return None
 
-    def frozen(self, config: "ModelConfig") -> "ModelConfig | None":
-        """The model of the same parameters that reads the memory of a state and writes nothing; None
-        where there is none."""
-        return None
+    def frozen(self, config: Any) -> Any:
+        """The model, a `TransformerConfig` of the same parameters, that reads the memory of a state
+        and writes nothing."""
+        raise UserError(
+            f"a model of method {config.method!r} has no student that could go on alone with a "
+            "frozen memory: keep the memory"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

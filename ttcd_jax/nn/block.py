@@ -174,7 +174,8 @@ class Mixer(Sublayer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig(Config):
-    """The sub-layers of a block, `mixer` (of tokens) and `mlp`, run in the order of `order`."""
+    """The sub-layers of a block, `mixer` (of tokens) and `mlp`, run in the order of `order`.
+    `stops_teacher`: no gradient flows through the stream of a teacher."""
 
     # Name in our tree -> prefix and norm in the reference's.
     order: ClassVar[dict[str, tuple[str, str]]] = {
@@ -183,6 +184,7 @@ class BlockConfig(Config):
     }
     mixer: SublayerConfig
     mlp: SublayerConfig
+    stops_teacher: bool = False
 
     @property
     def sublayers(self) -> dict[str, SublayerConfig]:
@@ -259,7 +261,7 @@ class Block(Configured):
             y, layer_stats = getattr(self, name).forward(x, row._replace(streams=streams), t)
             streams = _added(*streams, y)
             stats = stats if layer_stats is None else layer_stats
-        return _joined(streams), stats
+        return _joined(streams, self.config.stops_teacher), stats
 
     def inputs(self, name: str, h: Joined, row: Row) -> tuple[Hidden, Hidden | None]:
         """The inputs of sub-layer `name`: (normed hidden states, those of a student)."""
@@ -310,6 +312,8 @@ def _added(h: jax.Array, student: jax.Array | None, y: Output) -> Streams:
     return (student, None) if y.teacher is None else (h + y.teacher, student)
 
 
-def _joined(streams: Streams) -> jax.Array:
+def _joined(streams: Streams, stops_teacher: bool = False) -> jax.Array:
     h, student = streams
-    return h if student is None else jnp.concatenate([h, student], axis=-1)
+    if student is None:
+        return h
+    return jnp.concatenate([jax.lax.stop_gradient(h) if stops_teacher else h, student], axis=-1)
