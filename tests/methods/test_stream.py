@@ -17,6 +17,7 @@ from ttcd_jax import Precision, Transformer, TransformerConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import CheckpointError
 from ttcd_jax.inference.decode import decode
+from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill
 from ttcd_jax.inference.saved_state import load_state, save_state
@@ -122,11 +123,15 @@ def _defined(config, rows, tokens, ids, until=T):
 
 VARIANTS = {
     "stream": {},
-    "the layer's error, the student's rate": {"target": "layer", "rate_source": "student"},
-    "a full teacher and sinks": {"window": None, "sink_tokens": 2, "eta": 0.5},
-    "a teacher without gradient": {"stops_teacher": True, "initial_rate": 0.7},
-    "two memories": {"fast_layers": (2, 0), "num_layers": 3},
-    "leaking": {"resets_at_document": False, "fast_layers": (1,), "num_layers": 2},
+    "the layer's error, the student's rate": {
+        **{"target": "layer", "rate_source": "student", "resets_at_document": False},
+        **{"fast_layers": (0,), "num_layers": 1},
+    },
+    "a full teacher without gradient, sinks": {
+        **{"window": None, "sink_tokens": 2, "stops_teacher": True, "initial_rate": 0.7},
+        **{"fast_layers": (1,), "num_layers": 2},
+    },
+    "two memories": {"fast_layers": (1, 0), "num_layers": 2, "eta": 0.5},
 }
 
 
@@ -163,7 +168,7 @@ def test_a_model_is_its_definition_with_every_gradient(name, float64):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_a_gap_or_a_read_the_model_is_the_windowed_one_to_the_bit(dtype):
     config = _config(
-        precision=Precision(compute=dtype), sink_tokens=1, num_layers=6, fast_layers=(4,)
+        precision=Precision(compute=dtype), sink_tokens=1, num_layers=3, fast_layers=(1,)
     )
     config = config.replace(scans_layers=False)  # a loop is compiled on its own
     rows = _rows(randomize(Transformer, config))
@@ -186,18 +191,16 @@ def _read(window: int | None):
     return inference_model(model), np.asarray(nnx.jit(lambda x: x(jnp.asarray(TOKENS)))(model))
 
 
-@pytest.mark.parametrize("window", [9, None])
-def test_pieces_and_single_tokens_of_both_streams_are_one_pass(window, float64):
+@pytest.mark.parametrize(("window", "split", "size"), [(9, 7, 3), (None, 10, 8)])
+def test_pieces_and_single_tokens_of_both_streams_are_one_pass(window, split, size, float64):
     model, want = _read(window)
-    for split, size in ((1, 1), (7, 3), (10, 8), (13, 5)):
-        logits, state = prefill(
-            model, start_state(model, 2, max_length=T), TOKENS[:, :split], piece_size=size
-        )
-        assert_close(np.asarray(logits), want[:, split - 1])
-        logits, state = prefill(model, state, TOKENS[:, split : split + 6], piece_size=size)
-        for t in range(split + 6, T):
-            logits, state = decode(model, state, TOKENS[:, t])
-            assert_close(np.asarray(logits), want[:, t])
+    state = start_state(model, 2, max_length=T)
+    logits, state = prefill(model, state, TOKENS[:, :split], piece_size=size)
+    assert_close(np.asarray(logits), want[:, split - 1])
+    _, state = prefill(model, state, TOKENS[:, split : split + 6], piece_size=size)
+    for t in range(split + 6, T):
+        logits, state = decode(model, state, TOKENS[:, t])
+        assert_close(np.asarray(logits), want[:, t])
 
 
 @pytest.mark.parametrize("window", [9, None])
@@ -210,9 +213,6 @@ def test_the_student_goes_on_alone_with_what_the_memory_holds(window, float64, t
     defined = jax.jit(lambda tokens: _defined(model.config, rows, tokens, ids, until)[0])
     want = np.stack([defined(tokens) for tokens in TOKENS]) @ np.asarray(model.head[...]).T
     _, state = prefill(model, start_state(model, 2, max_length=T), TOKENS[:, :start])
-    refused(
-        "'swa'|no student", frozen, inference_model(randomize(Transformer, config_of("swa"))), state
-    )
     alone, state = frozen(model, state)
     assert max(x.shape[1] for x in jax.tree.leaves(state.layers[0])) == 3, "the student's ring"
     logits, state = prefill(alone, state, TOKENS[:, start : start + 3])
@@ -224,6 +224,25 @@ def test_the_student_goes_on_alone_with_what_the_memory_holds(window, float64, t
     for t in range(start + 3, T):
         logits, state = decode(alone, state, TOKENS[:, t])
         assert_close(np.asarray(logits), want[:, t])
+
+
+def test_generation_freezes_the_memory_after_the_prompt(float64):
+    config = _config(vocab_size=ByteTokenizer.vocab_size, num_layers=1, fast_layers=(0,))
+    model, prompt = inference_model(randomize(Transformer, config)), np.arange(14)
+    requests = [Request(tokens=prompt, max_new_tokens=7, begins_with_bos=False)]
+    begin = functools.partial(Generation, tokenizer=ByteTokenizer(), requests=requests)
+    generation = begin(model, memory="frozen")
+    texts, found = [x.token for x in generation], []
+    assert texts != [x.token for x in begin(model)]
+    logits, state = prefill(model, start_state(model, 1), prompt[None])
+    alone, state = frozen(model, state)
+    for _ in range(7):
+        found.append(int(logits[0].argmax()))
+        logits, state = decode(alone, state, np.array(found[-1:]))
+    assert texts == found
+    assert generation.model.config == alone.config
+    plain = inference_model(randomize(Transformer, config_of("swa", vocab_size=config.vocab_size)))
+    refused("'swa'|no student", begin, plain, memory="frozen")
 
 
 def test_distances_are_those_of_the_streams(float64):

@@ -10,6 +10,7 @@ else in the compute dtype:
                     (R - 1) (2 F + 1)       features and rates that convolutions look back at
     IP-TTT          F D + L (F + D) + (R - 1) (F + D)
     ideal IP-TTCD   F D + 2 L F             the running weight, features of the open chunk
+    of the stream   F D + L (F + D + 1)     and keys and values of both streams, in layers below too
     delta rule      N H X + (R - 1) N (2 H + X)
     LaCT            3 N H F                 weights; as much again for momentum, and for raw weights
                     L N (2 H + 4)           k, v, rates, momentum of the open chunk
