@@ -233,7 +233,6 @@ def test_generation_freezes_the_memory_after_the_prompt(float64):
     begin = functools.partial(Generation, tokenizer=ByteTokenizer(), requests=requests)
     generation = begin(model, memory="frozen")
     texts, found = [x.token for x in generation], []
-    assert texts != [x.token for x in begin(model)]
     logits, state = prefill(model, start_state(model, 1), prompt[None])
     alone, state = frozen(model, state)
     for _ in range(7):

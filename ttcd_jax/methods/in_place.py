@@ -218,7 +218,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         def read(z: jax.Array) -> jax.Array:
             return over_rows(memory, z, writes, segments, length=length)[0]
 
-        found = distances(*self.compared(convolved, reads, y, read), segments)
+        found = distances(*self.compared(convolved, reads, y, read), segments, self.move_power)
         return from_chunks(y, length), jax.tree.map(lambda x: from_chunks(x, length), found)
 
     def compared(
@@ -298,6 +298,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
 
     look_back = 0  # tokens before its own that a convolution reads
     look_ahead = 0  # tokens after its own that it reads
+    move_power = 1.0  # of eps, as in `memory.distillation.distances`
     convolved_reads = ""  # the setting by which y depends on features after a convolution
 
     def source(self, x: Hidden, row: Row | Piece, student: Hidden | None) -> Any:

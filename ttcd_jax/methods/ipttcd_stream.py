@@ -162,6 +162,7 @@ class StreamMemoryMLP(InPlaceMLP[Lesson, Lesson], config=StreamMemoryMLPConfig):
     stream, and the MLP to a teacher's that goes on. The parameters of SwiGLU, and b."""
 
     settings: StreamMemoryConfig
+    move_power = 0.5  # where both windows see the same, rounding is written
 
     def __init__(self, config: StreamMemoryMLPConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
