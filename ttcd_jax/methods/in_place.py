@@ -218,7 +218,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         def read(z: jax.Array) -> jax.Array:
             return over_rows(memory, z, writes, segments, length=length)[0]
 
-        found = distances(*self.compared(convolved, reads, y, read), segments, self.move_power)
+        found = self.compared(convolved, reads, y, read)
+        found = distances(*found, segments=segments, power=self.move_power)
         return from_chunks(y, length), jax.tree.map(lambda x: from_chunks(x, length), found)
 
     def compared(

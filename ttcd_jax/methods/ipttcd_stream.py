@@ -88,11 +88,12 @@ class StreamsConfig(DualWindowConfig):
 class StreamsAttention(DualWindowAttention, config=StreamsConfig):
     """(h_T, h_S), normed, each [B, T, D] -> what attention adds to each, under its own window."""
 
-    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, None]:
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Any, None]:
         # Not both windows at once, where they share an input: the student alone is this to the bit.
-        (wide, short), under = self.windows, super().forward
-        student, _ = under(x if student is None else student, row, None, (short,))
-        return Views(under(x, row, None, (wide,))[0], student), None
+        wide, short = ((window,) for window in self.windows)
+        under: Any = super().forward
+        own, _ = under(x if student is None else student, row, windows=short)
+        return Views(under(x, row, windows=wide)[0], own), None
 
     def start(self, batch_size: int, max_length: int | None) -> Caches:
         configs = (self.config.replace(window=window) for window in self.windows)
@@ -101,11 +102,11 @@ class StreamsAttention(DualWindowAttention, config=StreamsConfig):
     def extend(
         self, x: Hidden, piece: Piece, state: Caches, student: Hidden | None = None
     ) -> tuple[Output, Caches]:
-        (wide, short), under = self.windows, super().extend
-        student = x if student is None else student
-        student, after = under(student, piece, state.student, None, (short,))
-        teacher, cache = under(x, piece, state.teacher, None, (wide,))
-        return Views(teacher, student), Caches(cache, after)
+        wide, short = ((window,) for window in self.windows)
+        under: Any = super().extend
+        own, after = under(x if student is None else student, piece, state.student, windows=short)
+        teacher, cache = under(x, piece, state.teacher, windows=wide)
+        return Views(teacher, own), Caches(cache, after)
 
     def frozen(self, state: Caches) -> KVCache:
         return state.student
@@ -198,8 +199,8 @@ class StreamMemoryMLP(InPlaceMLP[Lesson, Lesson], config=StreamMemoryMLPConfig):
         the student's before its MLP, and the rate's source. The student alone learns nothing."""
         if student is None:
             return Views(self.plain(x), x)
-        assert row.streams is not None
-        teacher, own = row.streams
+        streams: Any = row.streams
+        teacher, own = streams
         if self.settings.stops_teacher:
             teacher, student = jax.lax.stop_gradient((teacher, student))
         target = self.plain(student)
@@ -209,8 +210,8 @@ class StreamMemoryMLP(InPlaceMLP[Lesson, Lesson], config=StreamMemoryMLPConfig):
         return Views(target, student if self.settings.rate_source == "teacher" else x)
 
     def tokens(self, x: Hidden, t: Any) -> Lesson:
-        target, seen = t if isinstance(t, Views) else (t, t)
-        z, rate = self.features(x), self.settings.initial_rate
+        pair: Any = t if isinstance(t, tuple) else (t, t)
+        (target, seen), z, rate = pair, self.features(x), self.settings.initial_rate
         wide = jnp.promote_types(self.config.precision.state_dtype, jnp.float32)
         logit = jnp.einsum("BTD,D->BT", seen.astype(wide), self.rate[...].astype(wide))
         beta = jax.nn.sigmoid(logit + math.log(rate / (1 - rate)))
