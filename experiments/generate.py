@@ -62,8 +62,9 @@ flags.DEFINE_integer("seed", None, "Of the draws; the same for all prompts.")
 flags.DEFINE_enum(
     "memory",
     None,
-    ["kept", "published"],
-    "Whether the memory keeps learning while generating, or is off as in the published code.",
+    ["kept", "frozen", "published"],
+    "Whether the memory learns while generating too, is only read (ipttcd_stream), or is off as in "
+    "the published code.",
 )
 flags.DEFINE_integer("piece_size", None, "Tokens read at once.", lower_bound=1)
 flags.DEFINE_integer("max_length", None, "Full attention: the most tokens a text will ever have.")
@@ -99,7 +100,7 @@ def main(argv: list[str]) -> None:
     generation = _generation(model, run.tokenizer, rows)
     texts = _texts(generation)
     if FLAGS.save_state is not None:
-        save_state(folder := Path(FLAGS.save_state), model, generation.state)
+        save_state(folder := Path(FLAGS.save_state), generation.model, generation.state)
         _say(f"saved in {folder.absolute()}: {_tokens_read(generation.state)}")
     if FLAGS.json is not None:
         record = {"run_dir": str(Path(FLAGS.run_dir).absolute()), "step": run.step}

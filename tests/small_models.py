@@ -14,6 +14,7 @@ from ttcd_jax.methods.delta_net import DeltaRuleConfig
 from ttcd_jax.methods.ideal import IdealMemoryConfig
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.methods.ipttcd_stream import StreamMemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
 from ttcd_jax.methods.registry import Method
 from ttcd_jax.nn.attention import AttentionConfig
@@ -24,6 +25,7 @@ FLOAT64 = Precision(param="float64", compute="float64", state="float64")
 SETTINGS = {
     "ipttcd": MemoryConfig(chunk_size=CHUNK, num_taps=3, form="blocked"),
     "ipttcd_ideal": IdealMemoryConfig(chunk_size=CHUNK),
+    "ipttcd_stream": StreamMemoryConfig(chunk_size=CHUNK),
     # One that forgets, for all that methods share.
     "ipttt": TargetMemoryConfig(
         **{"chunk_size": CHUNK, "num_taps": 3, "form": "blocked", "target": "embedding"},

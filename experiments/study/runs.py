@@ -60,22 +60,26 @@ class Recipe(NamedTuple):
 def control(name: Control, run: RunConfig) -> tuple[str, ...]:
     """The bindings that make a control of a run; none for a run without such a part."""
     model, length = run.model, run.data.seq_len
-    plain = {"method": "swa" if model.window else "full", "memory": None, "fast_layers": ()}
-    swa = tuple(f"TransformerConfig.{field}={value!r}" for field, value in plain.items())
     if not has_in_place_memory(model) or (name == "no_gap" and not layers_with_teacher(model)):
         return ()
+    seen = model.stream_window
+    plain = {"method": "swa" if seen else "full", "memory": None, "fast_layers": (), "window": seen}
     match name:
         case "no_gap":
-            return (f"TransformerConfig.student_window={model.window or length}",)
+            return _bound(model.without_gap(length))
         case "eta0":
             return (f"{type(model.settings).__name__}.eta=0.0",)
         case "gated_delta":
-            return _GATED_DELTA
+            return (*_GATED_DELTA, *_bound({"window": seen}))
         case "swa":
-            return swa
+            return _bound(plain)
     models = model, model.replace(**plain)
     cost, least = (training_flops_per_token(x, length) for x in models)
-    return (*swa, f"RunConfig.steps={round(run.steps * cost / least)}")
+    return (*_bound(plain), f"RunConfig.steps={round(run.steps * cost / least)}")
+
+
+def _bound(fields: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f"TransformerConfig.{name}={value!r}" for name, value in fields.items())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

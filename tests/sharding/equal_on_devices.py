@@ -28,7 +28,8 @@ def config(method: str, **changes) -> TransformerConfig:
         memory = MemoryConfig(chunk_size=CHUNK, num_taps=3, corrects_errors=True)
         return config("ipttcd", memory=memory)
     # Scanned: one pair of a fast and a plain block, or fast blocks alone.
-    num_layers, fast_layers = (4, (0, 2)) if method == "ipttcd" else (2, (0, 1))
+    layers = {"ipttcd": (4, (0, 2)), "ipttcd_stream": (5, (3,))}
+    num_layers, fast_layers = layers.get(method, (2, (0, 1)))
     fields = {"vocab_size": V, "dim": 16, "num_layers": num_layers, "mlp_dim": 32}
     fields |= {"num_heads": 4, "num_kv_heads": 4 if method == "lact" else 2, "student_window": 6}
     fields |= {"window": None if method == "full" else 21, "fast_layers": fast_layers}

@@ -16,6 +16,7 @@ from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.ideal import IdealMemoryConfig
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.methods.ipttcd_stream import StreamMemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
 from ttcd_jax.nn.attention import visible_pairs
 from ttcd_jax.precision import Precision
@@ -35,6 +36,7 @@ SETTINGS = {
     # One chunk: one round of its loop.
     "ipttcd_ideal": IdealMemoryConfig(chunk_size=LENGTH),
     "corrected": MemoryConfig(chunk_size=LENGTH, corrects_errors=True),
+    "ipttcd_stream": StreamMemoryConfig(chunk_size=LENGTH),
     "lact": LaCTMemoryConfig(chunk_size=LENGTH // 2, num_fast_heads=2, low_rank=None),
 }
 
@@ -54,6 +56,7 @@ def _counted(config):
 # Products with a column or two per head, which the formula leaves out: per token of one layer.
 COLUMNS = {
     "ipttcd": MODEL.dim,
+    "ipttcd_stream": MODEL.dim,
     "deltanet": MODEL.dim * MODEL.num_heads,
     "gated_deltanet": 2 * MODEL.dim * MODEL.num_heads,
     "deltanet_hybrid": MODEL.dim * MODEL.num_heads,
@@ -80,6 +83,9 @@ def test_the_formula_counts_every_matrix_product_of_an_unrolled_model(name, monk
     surplus = dense * 4 * (LENGTH**2 - visible_pairs(LENGTH, None)) * config.dim
     if method in ("ipttcd", "ipttcd_ideal"):
         surplus += 4 * LENGTH**2 * config.dim
+    if method == "ipttcd_stream":  # a window of 4: the student's, in layers 0 and 1, and of layer 2
+        beyond = visible_pairs(LENGTH, None) - visible_pairs(LENGTH, 4)
+        surplus += 4 * (2 * (LENGTH**2 - visible_pairs(LENGTH, 4)) + beyond) * config.dim
     surplus += 2 * LENGTH * COLUMNS.get(method, 0) * (config.num_layers if is_everywhere else 1)
     forward = forward_flops(config, LENGTH)
     assert _counted(config) == forward + surplus

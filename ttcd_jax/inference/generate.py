@@ -20,8 +20,9 @@ from ttcd_jax.inference.decode import MemoryMode, head_logits, one_token
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.prefill import check_capacity, newest_hidden, stream
 from ttcd_jax.inference.sampling import Sampler, SamplingConfig, batch_sampler, sample
-from ttcd_jax.inference.state import InferenceState, start_state
+from ttcd_jax.inference.state import InferenceState, frozen, start_state
 from ttcd_jax.inference.text import TextStream
+from ttcd_jax.methods.registry import Settings
 from ttcd_jax.sharding.rules import constrain
 from ttcd_jax.tokens import check_tokens
 
@@ -70,7 +71,9 @@ class Generation(Iterator[Event]):
     continued as that text. The repetition penalty ignores tokens read before `state`.
 
     Between events, the attribute `state` has read all tokens of the events so far, except a stop
-    token and the token that completes a stop string; the next event donates it.
+    token and the token that completes a stop string; the next event donates it. It is one of
+    `model`: with memory "frozen" prompts write the memory, and then the student goes on alone
+    (`inference.state.frozen`).
 
     Raises `UserError` and `DataError` before anything is read: no requests, or not one per row of
     `state`, tokens outside the vocabulary, an empty prompt after a state that has read tokens
@@ -85,8 +88,11 @@ class Generation(Iterator[Event]):
         *,
         state: InferenceState | None = None,
         piece_size: int | None = None,
-        memory: MemoryMode = "kept",
+        memory: MemoryMode | Literal["frozen"] = "kept",
     ) -> None:
+        self._freezes = memory == "frozen"
+        if memory == "frozen":
+            memory, _ = "kept", (model.config.settings or Settings()).frozen(model.config)
         if not requests:
             raise UserError("nothing to generate: there is no request")
         prompts = _prompts(model, tokenizer, requests, state)
@@ -103,7 +109,7 @@ class Generation(Iterator[Event]):
             seen[row, prompt] = True
         self.state = state
         self.num_prompt_tokens = int(lengths.sum())
-        self._model, self._memory, self._seen = model, memory, jnp.asarray(seen)
+        self.model, self._memory, self._seen = model, memory, jnp.asarray(seen)
         self._pieces = stream(model, state, tokens, lengths, piece_size=piece_size, memory=memory)
         self._sampler = batch_sampler([request.sampling for request in requests])
         self._requests, self._left = requests, [request.max_new_tokens for request in requests]
@@ -130,7 +136,9 @@ class Generation(Iterator[Event]):
     def _generate(self) -> Iterator[Event]:
         for _ in self.read():
             pass
-        model, sampler = self._model, self._sampler
+        if self._freezes:
+            self.model, self.state = frozen(self.model, self.state)
+        model, sampler = self.model, self._sampler
         read_only = (row for row, left in enumerate(self._left) if not left)
         yield from (Event(row, "", None, "length") for row in read_only)
         unfinished = [row for row, left in enumerate(self._left) if left]

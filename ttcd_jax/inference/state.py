@@ -10,11 +10,13 @@ else in the compute dtype:
                     (R - 1) (2 F + 1)       features and rates that convolutions look back at
     IP-TTT          F D + L (F + D) + (R - 1) (F + D)
     ideal IP-TTCD   F D + 2 L F             the running weight, features of the open chunk
+    of the stream   F D + L (F + D + 1)     and keys and values of both streams, in layers below too
     delta rule      N H X + (R - 1) N (2 H + X)
     LaCT            3 N H F                 weights; as much again for momentum, and for raw weights
                     L N (2 H + 4)           k, v, rates, momentum of the open chunk
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ from jaxtyping import Array, Int
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.methods.registry import Settings
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import LayerState
@@ -95,6 +98,21 @@ def fresh_memories(model: InferenceModel, state: InferenceState) -> InferenceSta
         for block, old, new in blocks
     )
     return state._replace(chunk_start=state.position, layers=layers)
+
+
+def frozen(model: InferenceModel, state: InferenceState) -> tuple[InferenceModel, InferenceState]:
+    """The model that reads what the memories of `state` hold and writes nothing, and the state to
+    go on with: of a memory of the stream the student alone, at the cost of its window. Raises
+    `UserError` for another method."""
+    config = (model.config.settings or Settings()).frozen(model.config)
+    other = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
+    blocks = zip(map(nnx.merge, model.blocks, model.layers), state.layers, strict=True)
+    layers = tuple(
+        {name: getattr(block, name).frozen(x) for name, x in before.items()}
+        for block, before in blocks
+    )
+    model = dataclasses.replace(model, config=config, blocks=other.blocks)
+    return model, state._replace(layers=layers)
 
 
 def state_axes(state: InferenceState) -> InferenceState:

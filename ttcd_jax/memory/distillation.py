@@ -52,16 +52,17 @@ def distances(
     change: Float[Array, "B C L D"],
     windows: Float[Array, "B C L D"],
     segments: Int[Array, "B C L"] | None,
+    power: float = 1.0,
 ) -> Distillation:
     """The measures of rows by chunk, [B, C, L]. `both` is (z_T - z_S) W_i, `change` the memory's
     addition to the layer's output, `windows` the part of it that goes with the gap; without
-    `segments` a row is one document."""
+    `segments` a row is one document. A move of eps to this `power`, relative, is rounding."""
     wide, eps = jnp.promote_types(y.dtype, jnp.float32), jnp.finfo(y.dtype).eps
     length, (_, C, L, _) = functools.partial(jnp.linalg.norm, axis=-1), y.shape
     teacher, student, y = (x.astype(wide) for x in (y_teacher, y_student, y))
     gap, move = teacher - student, y - student
     size, off, step = length(teacher), length(gap), length(move)
-    is_moved = (off > eps**0.5 * size) & (step > eps * length(student))
+    is_moved = (off > eps**0.5 * size) & (step > eps**power * length(student))
     is_moved &= (jnp.arange(C) > 0)[:, None]
     if segments is not None:
         is_moved &= memory_mask(segments, C * L, L).reads

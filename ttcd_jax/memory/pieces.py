@@ -25,7 +25,7 @@ class OpenChunk[Writes, State]:
     """A memory in the middle of a row."""
 
     memory: State  # that the full chunks wrote
-    open: Writes  # operands of the open chunk's write, [B, L, ...]
+    open: Writes | None  # operands of the open chunk's write, [B, L, ...]; None: nothing writes
 
     def axes(self) -> "OpenChunk":
         """Logical axes: weights [B, F, D] sharded by rows and `mlp`, all else by rows."""
@@ -55,6 +55,8 @@ def over_piece[W, S](
 ) -> tuple[Float[Array, "B T ..."], OpenChunk[W, S]]:
     """(y, the state after the piece). `writes`, arrays [B, T, ...], may hold more positions than
     `reads`: the first few overwrite the provisional entries of the tokens just before the piece."""
+    if state.open is None:
+        return memory.read(state.memory, reads), state
     length = reads.shape[1]
     chunk_size = jax.tree.leaves(state.open)[0].shape[1]
     piece.cut.check("chunk_size", chunk_size)

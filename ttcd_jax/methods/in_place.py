@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import jax
@@ -29,6 +30,7 @@ from ttcd_jax.nn.row import Control, Hidden, Piece, Row, after_tail, next_tail, 
 from ttcd_jax.precision import Precision
 
 type Tree = tuple[Any, ...]  # a NamedTuple of arrays by token, or None
+type Source = Hidden | tuple[Hidden, ...]
 ConvInit = Literal["zeros", "identity", "previous", "normal"]
 ProjInit = Literal["identity", "gaussian_diagonal", "zeros", "normal"]
 
@@ -49,6 +51,13 @@ class InPlaceSettings(Settings):
 
     def switched_off(self, length: int) -> "InPlaceSettings":
         return self.replace(eta=0.0)
+
+    def correction_flops(self, mlp: MLPConfig, length: int) -> int | float:
+        """Of the delta rule: the memory's answers to all keys, overlaps of the keys of a chunk, and
+        the triangular system."""
+        size = min(self.chunk_size, length)
+        system = size * (mlp.hidden_dim + mlp.dim) + (size**2 - 1) / 3
+        return mlp.unit_flops(length) + 2 * length * system
 
     is_linear_in_proj: ClassVar[Any] = False  # whether P times a number is eta times that number
 
@@ -107,14 +116,9 @@ class PrefixSettings(InPlaceSettings):
         return PrefixOptions(*fields, state_dtype=precision.state_dtype)
 
     def error_flops(self, mlp: MLPConfig, length: int) -> int | float:
-        """Of the projection; of the correction: the memory's answers to all keys, overlaps of the
-        keys of a chunk, and the triangular system."""
+        """Of the projection and of the correction."""
         proj = self.has_proj * 2 * length * mlp.dim**2
-        if not self.corrects_errors:
-            return proj
-        size = min(self.chunk_size, length)
-        system = size * (mlp.hidden_dim + mlp.dim) + (size**2 - 1) / 3
-        return proj + mlp.unit_flops(length) + 2 * length * system
+        return proj + self.corrects_errors * self.correction_flops(mlp, length)
 
     @property
     def words(self) -> str:
@@ -201,7 +205,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     def remember(
         self,
         x: Hidden,
-        t: Hidden,
+        t: Source,
         segment_ids: Int[Array, "B T"] | None = None,
         *,
         measures: bool = False,
@@ -226,19 +230,28 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         if not measures:
             share = self._window_share(convolved, writes, segments, length)
             return from_chunks(y, length), self._stats(size, getattr(tokens, "beta", None), share)
+
+        def read(z: jax.Array) -> jax.Array:
+            return over_rows(memory, z, writes, segments, length=length)[0]
+
+        measured = self.compared(convolved, reads, y, read)
+        windows = measured[-1]
+        if (free := self.without_gap(convolved, segments)) is not None:
+            windows = y - over_rows(memory, reads, free, segments, length=length)[0]
+        found = distances(*measured, windows, segments, self.move_power)
+        return from_chunks(y, length), jax.tree.map(lambda x: from_chunks(x, length), found)
+
+    def compared(
+        self, convolved: Convolved, reads: Array, y: Array, read: Callable[[Array], Array]
+    ) -> tuple[Array, ...]:
+        """The operands of `memory.distillation.distances` before `windows`, of which `read` gives
+        z W_i."""
         z_teacher, z_student = self.views(convolved)
-        remembered, both = (
-            over_rows(memory, z, writes, segments, length=length)[0]
-            for z in (z_student, z_teacher - z_student)
-        )
+        remembered, both = read(z_student), read(z_teacher - z_student)
         teacher, student, plain = (
             weight_product(z, self.w_base()) for z in (z_teacher, z_student, reads)
         )
-        windows = y - plain
-        if (free := self.without_gap(convolved, segments)) is not None:
-            windows = y - over_rows(memory, reads, free, segments, length=length)[0]
-        found = distances(teacher, student, remembered, both, y - plain, windows, segments)
-        return from_chunks(y, length), jax.tree.map(lambda x: from_chunks(x, length), found)
+        return teacher, student, remembered, both, y - plain
 
     def _window_share(
         self, convolved: Convolved, writes: Tree, segments: jax.Array | None, length: int
@@ -330,15 +343,16 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
 
     look_back = 0  # tokens before its own that a convolution reads
     look_ahead = 0  # tokens after its own that it reads
+    move_power = 1.0  # of eps, as in `memory.distillation.distances`
     convolved_reads = ""  # the setting by which y depends on features after a convolution
 
-    def source(self, x: Hidden, row: Row | Piece, student: Hidden | None) -> Hidden:
+    def source(self, x: Hidden, row: Row | Piece, student: Hidden | None) -> Any:
         """t, from the layer's normed input, its row, and the student's normed input."""
         assert student is not None, f"{type(self).__name__} follows attention under two windows"
         return student
 
-    def tokens(self, x: Hidden, t: Hidden) -> Tokens:
-        """Features of each token alone, [B, T, ...]."""
+    def tokens(self, x: Hidden, t: Any) -> Tokens:
+        """Features of each token alone, [B, T, ...]; t may be x, for their shapes."""
         raise AssertionError(f"{type(self).__name__} defines its own tokens")
 
     def convolved(self, tokens: Tokens, segments: Int[Array, "B C L"] | None) -> Convolved:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from ttcd_jax.config import Config, Positive
-from ttcd_jax.errors import DataError
+from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.nn.attention import AttentionConfig, Heads
 from ttcd_jax.nn.block import BlockConfig
 from ttcd_jax.nn.mlp import MLPConfig
@@ -24,6 +24,7 @@ class Settings(Config):
     """Base of the settings of methods, the type of `TransformerConfig.memory`."""
 
     words: ClassVar[Any] = ""  # what they add to the method's label
+    goes_on_as_student: ClassVar[bool] = False  # whether the model's own stream is the student's
 
     @classmethod
     def alternatives(cls) -> list[type[Config]]:
@@ -34,6 +35,14 @@ class Settings(Config):
         """Settings with the same parameters under which nothing is read from the memory in rows of
         `length` tokens; None where the memory is the mixer itself."""
         return None
+
+    def frozen(self, config: Any) -> Any:
+        """The model, a `TransformerConfig` of the same parameters, that reads the memory of a state
+        and writes nothing."""
+        raise UserError(
+            f"a model of method {config.method!r} has no student that could go on alone with a "
+            "frozen memory: keep the memory"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,14 +158,15 @@ class Method:
     """A method by its name in configurations and its label in tables.
 
     `block(config, settings)` is the block of a layer with the method's memory; it raises
-    `UserError` for a model that the method cannot be. Layers without it have attention and SwiGLU.
+    `UserError` for a model that the method cannot be. Layers without it have attention and SwiGLU,
+    unless the blocks of all layers are given.
     `layers`: "fast" for those in `TransformerConfig.fast_layers`, "all", or "none" for a method
     without memory. `twin`: the method of a model whose window was removed, or that was given one.
     """
 
     name: str
     label: str
-    block: Callable[[ModelConfig, Any], BlockConfig]
+    block: Callable[[Any, Any], BlockConfig | tuple[BlockConfig, ...]]  # of a `TransformerConfig`
     layers: Literal["fast", "all", "none"] = "fast"
     settings: type[Settings] | None = None
     reference: Reference | None = None

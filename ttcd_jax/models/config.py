@@ -90,10 +90,24 @@ class TransformerConfig(ModelConfig):
             words += ", no gap"
         return method_named(self.method).label + words
 
+    @property
+    def stream_window(self) -> int | None:
+        """The window of the stream that goes on to the head."""
+        is_student = self.settings is not None and self.settings.goes_on_as_student
+        return self.student_window if is_student else self.window
+
+    def without_gap(self, length: int) -> dict[str, int]:
+        """The field to change, so that in rows of `length` tokens the student of a model with a
+        teacher sees what the teacher sees: what the stream sees that goes on."""
+        is_student = self.settings is not None and self.settings.goes_on_as_student
+        return {"window" if is_student else "student_window": self.stream_window or length}
+
 
 def block_configs(config: TransformerConfig) -> tuple[BlockConfig, ...]:
     method = method_named(config.method)
     block, layers = method.block(config, config.settings), range(config.num_layers)
+    if isinstance(block, tuple):
+        return block
     if method.layers != "fast":
         return (block,) * len(layers)
     plain = config.plain_block()

@@ -128,21 +128,28 @@ class Attention(Mixer, config=AttentionConfig):
         count = self.config.sink_tokens
         return Sinks(count, positions if count else None, logits)
 
-    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, None]:
+    def forward(
+        self, x: Hidden, row: Row, student: Hidden | None = None, windows: Windows | None = None
+    ) -> tuple[Output, None]:
         implementation, sinks = self.config.attention_implementation, self.sinks(row.positions)
-        qkv = self.project(x, row.positions)
-        return self._out(attend(*qkv, row.segment_ids, self.windows, implementation, sinks)), None
+        qkv, windows = self.project(x, row.positions), windows or self.windows
+        return self._out(attend(*qkv, row.segment_ids, windows, implementation, sinks)), None
 
     def start(self, batch_size: int, max_length: int | None) -> KVCache:
         return start_cache(self.config, batch_size, max_length)
 
     def extend(
-        self, x: Hidden, piece: Piece, state: KVCache, student: Hidden | None = None
+        self,
+        x: Hidden,
+        piece: Piece,
+        state: KVCache,
+        student: Hidden | None = None,
+        windows: Windows | None = None,
     ) -> tuple[Output, KVCache]:
-        positions = piece.positions(x.shape[1])
+        positions, windows = piece.positions(x.shape[1]), windows or self.windows
         q, k, v = self.project(x, positions)
         implementation, sinks = self.config.attention_implementation, self.sinks(positions)
-        seen, state = attend_cached(q, k, v, piece, state, self.windows, implementation, sinks)
+        seen, state = attend_cached(q, k, v, piece, state, windows, implementation, sinks)
         return self._out(seen), state
 
     def project(

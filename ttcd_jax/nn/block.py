@@ -14,9 +14,11 @@ from ttcd_jax.axes import param
 from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.nn.linear import rms_norm
-from ttcd_jax.nn.row import Hidden, Piece, Row, check_array
+from ttcd_jax.nn.row import Hidden, Piece, Row, Streams, check_array
 from ttcd_jax.precision import Precision
 
+# One residual stream [B, T, D], or a teacher's and a student's side by side [B, T, 2 D].
+Joined = Float[Array, "B T _"]
 # Reference name -> (our name, how the array is laid out there).
 Names = dict[str, tuple[str, str]]
 
@@ -61,6 +63,11 @@ class SublayerConfig(Config, abc.ABC):
     def write_param(self) -> str | None:
         """The parameter in which all writes of the layer's memory are linear, if there is one."""
         return None
+
+    @property
+    def num_streams(self) -> int:
+        """Residual streams before a mixer; a teacher's and a student's are side by side."""
+        return 1
 
     def build(self, *, rngs: nnx.Rngs) -> "Sublayer":
         return self.layer(self, rngs=rngs)
@@ -109,9 +116,10 @@ def check_hidden(name: str, x: jax.Array, dim: int) -> None:
 
 class Views(NamedTuple):
     """One layer's output under two windows: the teacher's joins the residual stream, the student's
-    is an extra input of the next layer."""
+    its own, which is an extra input of the next layer. After a block with two streams both go on;
+    without an output for the teacher's, the student's goes on alone."""
 
-    teacher: Hidden
+    teacher: Hidden | None
     student: Hidden
 
 
@@ -145,6 +153,10 @@ class Sublayer(Configured):
         pieces the outputs are those of `forward`, without gradient."""
         raise AssertionError(f"{type(self).__name__} defines its own extend")
 
+    def frozen(self, state: Any) -> LayerState:
+        """The state in the model that writes no memory (`Settings.frozen`)."""
+        return state
+
 
 class Mixer(Sublayer):
     """A sub-layer that mixes the tokens of a row."""
@@ -165,7 +177,8 @@ class Mixer(Sublayer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig(Config):
-    """The sub-layers of a block, `mixer` (of tokens) and `mlp`, run in the order of `order`."""
+    """The sub-layers of a block, `mixer` (of tokens) and `mlp`, run in the order of `order`.
+    `stops_teacher`: no gradient flows through the stream of a teacher."""
 
     # Name in our tree -> prefix and norm in the reference's.
     order: ClassVar[dict[str, tuple[str, str]]] = {
@@ -174,6 +187,7 @@ class BlockConfig(Config):
     }
     mixer: SublayerConfig
     mlp: SublayerConfig
+    stops_teacher: bool = False
 
     @property
     def sublayers(self) -> dict[str, SublayerConfig]:
@@ -229,55 +243,62 @@ class Block(Configured):
 
     def __call__(
         self,
-        h: Hidden,
+        h: Joined,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         embeddings: Hidden | None = None,
-    ) -> Hidden:
+    ) -> Joined:
         """The block's output. `embeddings` of the tokens are the targets of an IP-TTT memory
         that stores them."""
-        check_array("the layer", "h", h, "float", "B", "T", self.config.mixer.dims.dim)
+        width = self.config.mixer.num_streams * self.config.mixer.dims.dim
+        check_array("the layer", "h", h, "float", "B", "T", width)
         return self.forward(h, Row.of(h, positions, segment_ids, embeddings))[0]
 
-    def forward(self, h: Hidden, row: Row) -> tuple[Hidden, Report]:
+    def forward(self, h: Joined, row: Row) -> tuple[Joined, Report]:
         """(output, the report of the block's memory over the row; None without one)."""
-        stats, student = None, None
+        stats, streams = None, self._streams(h)
         if not h.size:
             return h, None
         for name in self.config.order:
-            x, t = self._normed(name, h, student)
-            y, layer_stats = getattr(self, name).forward(x, row, t)
-            h, student = _added(h, y)
+            x, t = self._normed(name, *streams)
+            y, layer_stats = getattr(self, name).forward(x, row._replace(streams=streams), t)
+            streams = _added(*streams, y)
             stats = stats if layer_stats is None else layer_stats
-        return h, stats
+        return _joined(streams, self.config.stops_teacher), stats
 
-    def inputs(self, name: str, h: Hidden, row: Row) -> tuple[Hidden, Hidden | None]:
+    def inputs(self, name: str, h: Joined, row: Row) -> tuple[Hidden, Hidden | None]:
         """The inputs of sub-layer `name`: (normed hidden states, those of a student)."""
-        student = None
+        streams = self._streams(h)
         for before in itertools.takewhile(lambda other: other != name, self.config.order):
-            x, t = self._normed(before, h, student)
-            h, student = _added(h, getattr(self, before).forward(x, row, t)[0])
-        return self._normed(name, h, student)
+            x, t = self._normed(before, *streams)
+            y, _ = getattr(self, before).forward(x, row._replace(streams=streams), t)
+            streams = _added(*streams, y)
+        return self._normed(name, *streams)
 
     def start(self, batch_size: int, max_length: int | None) -> dict[str, LayerState]:
         order = self.config.order
         return {name: getattr(self, name).start(batch_size, max_length) for name in order}
 
     def extend(
-        self, h: Hidden, piece: Piece, state: dict[str, LayerState]
-    ) -> tuple[Hidden, dict[str, LayerState]]:
+        self, h: Joined, piece: Piece, state: dict[str, LayerState]
+    ) -> tuple[Joined, dict[str, LayerState]]:
         """`forward` for a piece of rows: (output, the states after it). Raises `UserError` for
         another number of rows than the states have."""
-        check_hidden("h", h, self.config.mixer.dims.dim)
+        check_hidden("h", h, self.config.mixer.num_streams * self.config.mixer.dims.dim)
         rows = {len(x) for x in jax.tree.leaves(state)}
         if rows - {len(h)}:
             raise UserError(f"h has {len(h)} rows, and the state is one of {rows.pop()} rows")
-        after, student = {}, None
+        after, streams = {}, self._streams(h)
         for name in self.config.order:
-            x, t = self._normed(name, h, student)
-            y, after[name] = getattr(self, name).extend(x, piece, state[name], t)
-            h, student = _added(h, y)
-        return h, after
+            x, t = self._normed(name, *streams)
+            now = piece._replace(streams=streams)
+            y, after[name] = getattr(self, name).extend(x, now, state[name], t)
+            streams = _added(*streams, y)
+        return _joined(streams), after
+
+    def _streams(self, h: jax.Array) -> Streams:
+        dim = self.config.mixer.dims.dim
+        return (h, None) if h.shape[-1] == dim else (h[..., :dim], h[..., dim:])
 
     def _normed(
         self, name: str, h: jax.Array, student: jax.Array | None
@@ -286,8 +307,16 @@ class Block(Configured):
         return rms_norm(h, weight, eps), None if student is None else rms_norm(student, weight, eps)
 
 
-def _added(h: jax.Array, y: Output) -> tuple[jax.Array, jax.Array | None]:
-    """(residual stream, the student's where y is `Views`)."""
-    if isinstance(y, Views):
-        return h + y.teacher, h + y.student
-    return h + y, None
+def _added(h: jax.Array, student: jax.Array | None, y: Output) -> Streams:
+    """The streams after a sub-layer; the student's is new where the first `Views` come."""
+    if not isinstance(y, Views):
+        return h + y, None
+    student = (h if student is None else student) + y.student
+    return (student, None) if y.teacher is None else (h + y.teacher, student)
+
+
+def _joined(streams: Streams, stops_teacher: bool = False) -> jax.Array:
+    h, student = streams
+    if student is None:
+        return h
+    return jnp.concatenate([jax.lax.stop_gradient(h) if stops_teacher else h, student], axis=-1)

@@ -1,14 +1,14 @@
 """SwiGLU: features silu(x W_gate) * (x W_up), output features W_down."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
 from ttcd_jax.config import Positive
-from ttcd_jax.nn.block import Dims, LayerState, Names, Report, Sublayer, SublayerConfig
+from ttcd_jax.nn.block import Dims, LayerState, Names, Output, Sublayer, SublayerConfig, Views
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.row import Hidden, Piece, Row
 
@@ -34,7 +34,7 @@ class MLPConfig(Dims, SublayerConfig):
 
 
 class SwiGLU(Sublayer, config=MLPConfig):
-    """x [B, T, D] -> [B, T, D]."""
+    """x [B, T, D] -> [B, T, D]; with a student's stream beside it the same of both."""
 
     def __init__(self, config: MLPConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -54,10 +54,12 @@ class SwiGLU(Sublayer, config=MLPConfig):
     def __call__(self, x: Hidden) -> Hidden:
         return self.plain(x)
 
-    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Hidden, Report]:
-        return self.plain(x), None
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, Any]:
+        y = self.plain(x)
+        return (y if student is None else Views(y, self.plain(student))), None
 
     def extend(
         self, x: Hidden, piece: Piece, state: LayerState, student: Hidden | None = None
-    ) -> tuple[Hidden, LayerState]:
-        return self.plain(x), None
+    ) -> tuple[Output, LayerState]:
+        y = self.plain(x)
+        return (y if student is None else Views(y, self.plain(student))), None

@@ -17,6 +17,7 @@ Hidden = Float[Array, "B T D"]  # hidden states, or another vector per token
 # What memories in place hold instead of their own writes: those of the row before, in a batch of
 # rows of one document each; or their errors under keys of other tokens of the chunk.
 Control = Literal["foreign", "shuffled"]
+Streams = tuple[Hidden, Hidden | None]  # the residual stream; a teacher's and a student's
 
 
 def check_array(owner: str, name: str, x: Any, kind: str, *shape: int | str) -> None:
@@ -47,6 +48,7 @@ class Row(NamedTuple):
     # `MemoryStats`. Known when it is traced; None is no leaf.
     measures: Literal[True] | None = None
     control: Control | None = None  # likewise
+    streams: Streams | None = None  # before the sub-layer that is given this row
 
     @classmethod
     def of(
@@ -102,6 +104,7 @@ class Piece(NamedTuple):
     is_plain: Bool[Array, " B"] | Literal[True] | None = None
     embeddings: Hidden | None = None
     cut: Cut = Cut()
+    streams: Streams | None = None  # as in a `Row`
 
     @classmethod
     def of(
@@ -150,6 +153,14 @@ class Piece(NamedTuple):
         phases = None if chunk_size is None else starts % chunk_size
         cut = Cut(chunk_size, window)
         return cls(starts, counts, phases, halo, has_gap, cut=cut)
+
+    def under(self, window: int | None) -> "Piece":
+        """The piece for a layer of this window. Raises `UserError` for one that is wider than what
+        the piece was made for."""
+        if window is None or (self.cut.window is not None and window >= self.cut.window):
+            self.cut.check("window", window)
+            return self
+        return self._replace(halo=min(self.halo, window - 1))
 
     def positions(self, length: int) -> Int[Array, "B T"]:
         return self.start[:, None] + jnp.arange(length, dtype=jnp.int32)

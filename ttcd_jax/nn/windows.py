@@ -128,7 +128,7 @@ def attend_cached(
         )
         seen = _seen(rules.Shard(), after[:2], None, sinks)
         return _joined([x[:, None] for x in outputs], windows, q, seen, sinks.logits), after
-    piece.cut.check("window", windows[0])
+    piece = piece.under(windows[0])
     ids, keys, values = None, k, v
     if piece.halo:  # the positions before the piece, in order
         slots = (piece.start[:, None] + jnp.arange(-piece.halo, 0)) % cache.keys.shape[1]

@@ -122,7 +122,7 @@ class Controls(FirstTokens[ControlLoss]):
         if "shuffled" in chosen:
             yield "shuffled keys", scorer.controlled(rows, "shuffled")
         if "no_gap" in chosen:
-            equal = config.replace(student_window=config.window or length)
+            equal = config.replace(**config.without_gap(length))
             yield scored("no gap", with_params(equal, params))
 
     @classmethod

@@ -1,0 +1,268 @@
+"""The residual stream under a wide window, distilled into a memory of the one under a short window.
+
+Two streams with the same weights read the row, the teacher's h_T under `window` and the student's
+h_S under `student_window`, in every layer up to the one with the memory, where
+
+    d = h_T - h_S after the layer,   k = z / |z|,   z the features of the student's MLP
+    S <- S + k^T beta (d - k S),     h_S <- h_S + eta k S
+
+by the delta rule, chunk by chunk. The student's stream goes on alone, in layers under the student's
+window: the teacher's is there to be written, and never reads a memory, so no write depends on a
+read. With several memories the teacher's stream goes on to the last, and each corrects what is left
+after those before it. Equal windows write zero; a memory that is not read (eta = 0), or not
+written, leaves the windowed model.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+from ttcd_kernels.normalize import l2_normalize
+
+from ttcd_jax.axes import param
+from ttcd_jax.config import Bound, NonNegativeFloat
+from ttcd_jax.errors import UserError
+from ttcd_jax.memory.pieces import OpenChunk
+from ttcd_jax.memory.prefix import PrefixOptions, Sum, Writes
+from ttcd_jax.memory.running import CorrectingMemory
+from ttcd_jax.methods import registry
+from ttcd_jax.methods.in_place import InPlaceConfig, InPlaceMLP, InPlaceSettings, InPlaceState
+from ttcd_jax.nn.attention import DualWindowAttention, DualWindowConfig, start_cache
+from ttcd_jax.nn.block import BlockConfig, Names, Output, Views
+from ttcd_jax.nn.mlp import MLPConfig
+from ttcd_jax.nn.product import product, weight_product
+from ttcd_jax.nn.row import Hidden, Piece, Row
+from ttcd_jax.nn.windows import KVCache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamMemoryConfig(InPlaceSettings):
+    """The settings of a memory of the stream. `eta` multiplies what is read.
+
+    `initial_rate`: beta is sigmoid(x . b + c) with b from zero and the constant c, of which it is
+    this; x is the normed stream before the MLP, the teacher's or the student's (`rate_source`).
+    `target`: d is the difference of the streams, or of the layer's own MLP outputs alone, as in the
+    paper. `stops_teacher`: no gradient flows through the teacher's stream. `is_frozen`: the memory
+    is read and never written, by a student alone; so is the model that
+    `ttcd_jax.inference.state.frozen` makes.
+    """
+
+    goes_on_as_student: ClassVar[bool] = True
+
+    eta: NonNegativeFloat = 1.0
+    initial_rate: Annotated[float, Bound("between 0 and 1", lambda rate: 0 < rate < 1)] = 0.3
+    rate_source: Literal["teacher", "student"] = "teacher"
+    target: Literal["stream", "layer"] = "stream"
+    stops_teacher: bool = False
+    is_frozen: bool = False
+
+    def frozen(self, config: registry.ModelConfig) -> registry.ModelConfig:
+        return config.replace(window=config.student_window, memory=self.replace(is_frozen=True))
+
+
+class Caches(NamedTuple):
+    """The keys and values of both streams."""
+
+    teacher: KVCache
+    student: KVCache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamsConfig(DualWindowConfig):
+    """Attention of both streams. `is_first`: in the first layer, where both have one input."""
+
+    is_first: bool
+
+    @property
+    def num_streams(self) -> int:
+        return 1 if self.is_first else 2
+
+    def flops(self, length: int) -> int | float:
+        student = self.attention.replace(window=self.student_window)
+        return self.attention.flops(length) + student.flops(length)
+
+
+class StreamsAttention(DualWindowAttention, config=StreamsConfig):
+    """(h_T, h_S), normed, each [B, T, D] -> what attention adds to each, under its own window."""
+
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Any, None]:
+        # Not both windows at once, where they share an input: the student alone is this to the bit.
+        wide, short = ((window,) for window in self.windows)
+        under: Any = super().forward
+        own, _ = under(x if student is None else student, row, windows=short)
+        return Views(under(x, row, windows=wide)[0], own), None
+
+    def start(self, batch_size: int, max_length: int | None) -> Caches:
+        configs = (self.config.replace(window=window) for window in self.windows)
+        return Caches(*(start_cache(x, batch_size, max_length) for x in configs))
+
+    def extend(
+        self, x: Hidden, piece: Piece, state: Caches, student: Hidden | None = None
+    ) -> tuple[Output, Caches]:
+        wide, short = ((window,) for window in self.windows)
+        under: Any = super().extend
+        own, after = under(x if student is None else student, piece, state.student, windows=short)
+        teacher, cache = under(x, piece, state.teacher, windows=wide)
+        return Views(teacher, own), Caches(cache, after)
+
+    def frozen(self, state: Caches) -> KVCache:
+        return state.student
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamsMLPConfig(MLPConfig):
+    """An MLP of both streams."""
+
+    def flops(self, length: int) -> int | float:
+        return 2 * super().flops(length)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamMemoryMLPConfig(InPlaceConfig):
+    """An MLP whose features are the keys of a memory of the stream. `goes_on`: a later layer needs
+    the teacher's stream."""
+
+    reference_names: ClassVar[Names] = MLPConfig.reference_names | {"b_proj": ("rate", "same")}
+    has_teacher: ClassVar[bool] = True
+
+    mlp: MLPConfig
+    memory: StreamMemoryConfig
+    goes_on: bool
+
+    def flops(self, length: int) -> int | float:
+        """The MLP of both streams, the memory's read and write, and what the delta rule needs."""
+        correction = self.memory.correction_flops(self.mlp, length)
+        return (6 + 2) * self.mlp.unit_flops(length) + correction
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StreamMemory(CorrectingMemory):
+    """The delta rule, read by keys beside what it is added to: y + eta k S."""
+
+    def read(self, state: Sum, reads: Float[Array, "B L X"]) -> Float[Array, "B L D"]:
+        keys, y = jnp.split(reads, [state.shape[1]], axis=-1)
+        found = product("BLF,BFD->BLD", keys, state.astype(keys.dtype), self.options.state_dtype)
+        return (y + self.options.eta * found).astype(reads.dtype)
+
+
+class Lesson(NamedTuple):
+    """Of every token: k, what the student's MLP adds to its stream, d, and the rate beta."""
+
+    k: Float[Array, "*rest F"]
+    y: Float[Array, "*rest D"]
+    d: Float[Array, "*rest D"]
+    beta: Float[Array, "*rest"]
+
+
+class StreamMemoryMLP(InPlaceMLP[Lesson, Lesson], config=StreamMemoryMLPConfig):
+    """(h_T, h_S), normed, each [B, T, D] -> what the MLP and its memory add to the student's
+    stream, and the MLP to a teacher's that goes on. The parameters of SwiGLU, and b."""
+
+    settings: StreamMemoryConfig
+    move_power = 0.5  # where both windows see the same, rounding is written
+
+    def __init__(self, config: StreamMemoryMLPConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
+        self.goes_on = config.goes_on
+        self.rate = param(jnp.zeros(self.config.dim, self.config.precision.param_dtype), ("embed",))
+
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Any, Any]:
+        if student is None:
+            return super().forward(x, row)
+        y, report = super().forward(student, row, x)
+        return self._beside(x, y), report
+
+    def extend(
+        self, x: Hidden, piece: Piece, state: InPlaceState, student: Hidden | None = None
+    ) -> tuple[Any, InPlaceState]:
+        if student is None:
+            return super().extend(x, piece, state)
+        y, state = super().extend(student, piece, state, x)
+        return self._beside(x, y), state
+
+    def _beside(self, x: Hidden, y: Hidden) -> Views:
+        return Views(self.plain(x) if self.goes_on else None, y)
+
+    def start(self, batch_size: int, max_length: int | None = None) -> InPlaceState:
+        state = super().start(batch_size, max_length)
+        return self.frozen(state) if self.settings.is_frozen else state
+
+    def frozen(self, state: InPlaceState) -> InPlaceState:
+        return state._replace(chunks=OpenChunk(state.chunks.memory, None))
+
+    def source(self, x: Hidden, row: Row | Piece, student: Hidden | None) -> Views:
+        """x is the student's, `student` the teacher's: the teacher's stream after the layer less
+        the student's before its MLP, and the rate's source. The student alone learns nothing."""
+        if student is None:
+            return Views(self.plain(x), x)
+        streams: Any = row.streams
+        teacher, own = streams
+        if self.settings.stops_teacher:
+            teacher, student = jax.lax.stop_gradient((teacher, student))
+        target = self.plain(student)
+        target = jax.lax.stop_gradient(target) if self.settings.stops_teacher else target
+        if self.settings.target == "stream":
+            target = target + (teacher - own)
+        return Views(target, student if self.settings.rate_source == "teacher" else x)
+
+    def tokens(self, x: Hidden, t: Any) -> Lesson:
+        pair: Any = t if isinstance(t, tuple) else (t, t)
+        (target, seen), z, rate = pair, self.features(x), self.settings.initial_rate
+        wide = jnp.promote_types(self.config.precision.state_dtype, jnp.float32)
+        logit = jnp.einsum("BTD,D->BT", seen.astype(wide), self.rate[...].astype(wide))
+        beta = jax.nn.sigmoid(logit + math.log(rate / (1 - rate)))
+        y = weight_product(z, self.w_base())
+        return Lesson(l2_normalize(z), y, target - y, beta)
+
+    def operands(self, convolved: Lesson) -> tuple[Float[Array, "B C L X"], Writes]:
+        k, y, d, beta = convolved
+        errors = (beta[..., None] * d).astype(k.dtype)
+        return jnp.concatenate([k, y], axis=-1), Writes(k, errors, None, beta)
+
+    def memory(self, length: int) -> StreamMemory:
+        precision = self.config.precision
+        options = PrefixOptions(self.settings.eta, state_dtype=precision.state_dtype)
+        return StreamMemory(self.w_base(), options)
+
+    def compared(
+        self, convolved: Lesson, reads: Array, y: Array, read: Callable[[Array], Array]
+    ) -> tuple[Array, ...]:
+        """The student's stream moves towards the teacher's, which reads no memory. Both are
+        measured from the student's before its MLP."""
+        student = convolved.y
+        teacher = student + convolved.d
+        return teacher, student, y, teacher - y, y - student
+
+
+def _blocks(config: Any, settings: StreamMemoryConfig) -> tuple[BlockConfig, ...]:
+    """The blocks of all layers of a `TransformerConfig`."""
+    if settings.is_frozen and config.window != config.student_window:
+        raise UserError(
+            f"is_frozen is for the student alone: set window {config.window} to its window, "
+            f"{config.student_window}"
+        )
+    attention, last = config.attention(), max(config.fast_layers)
+    windows = {"attention": attention, "student_window": config.student_window}
+
+    def block(layer: int) -> BlockConfig:
+        mixer, mlp = attention.replace(window=config.student_window), config.mlp()
+        if layer <= last and not settings.is_frozen:
+            mixer = StreamsConfig(**windows, is_first=not layer)
+            mlp = config.part(StreamsMLPConfig, hidden_dim=config.mlp_dim)
+        if layer in config.fast_layers:
+            options = {"memory": settings, "goes_on": layer < last}
+            mlp = StreamMemoryMLPConfig(mlp=config.mlp(), **options)
+        return BlockConfig(mixer=mixer, mlp=mlp, stops_teacher=settings.stops_teacher)
+
+    return tuple(map(block, range(config.num_layers)))
+
+
+registry.register(
+    registry.Method("ipttcd_stream", "IP-TTCD of the stream", _blocks, settings=StreamMemoryConfig)
+)
