@@ -142,11 +142,10 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
             z_out = {"teacher": teacher, "teacher_raw": z[p], "student": student}[settings.output]
             key = _unit(student) if settings.normalizes_keys else student
             seen = student if has_gap else convolved(z, "student_conv", p)
-            error, rate = (teacher - seen) @ w, 1.0
+            error = (teacher - seen) @ w
             error = _unit(error) if settings.normalizes_errors else error
-            if "rate" in params:
-                rate = 1 / (1 + jnp.exp(-(t[p] @ params["rate"])))
-                error = rate * error
+            gate = (t[p] @ params["rate"]) if "rate" in params else jnp.inf
+            error = (rate := 1 / (1 + jnp.exp(-gate))) * error
         error = error @ params["proj"] if "proj" in params else error
         return (z_out, *views), (key, error, rate)
 
