@@ -201,8 +201,8 @@ def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
         rest = rest - of_document - weights * of_seed
         free = np.stack([documents - 1, 0 * documents + seeds - 1, (documents - 1) * (seeds - 1)])
         squares = seeds * of_document[None] ** 2, documents * of_seed**2, rest**2
-        free, sums = np.maximum(free, 1), [x.sum(axis=(0, 1)) for x in squares]
-        mean_squares = np.stack(sums) / free
+        free = np.maximum(free, 1)
+        mean_squares = np.stack([x.sum(axis=(0, 1)) for x in squares]) / free
         variance = mean_squares[0] + mean_squares[1] - mean_squares[2]
         variance = np.maximum(variance, mean_squares[:2].max(axis=0))
         freedom = variance**2 / (mean_squares**2 / free).sum(axis=0)

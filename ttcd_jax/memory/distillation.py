@@ -50,6 +50,7 @@ def distances(
     y: Float[Array, "B C L D"],
     both: Float[Array, "B C L D"],
     change: Float[Array, "B C L D"],
+    *,
     windows: Float[Array, "B C L D"],
     segments: Int[Array, "B C L"] | None,
     power: float = 1.0,

@@ -238,7 +238,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         windows = measured[-1]
         if (free := self.without_gap(convolved, segments)) is not None:
             windows = y - over_rows(memory, reads, free, segments, length=length)[0]
-        found = distances(*measured, windows, segments, self.move_power)
+        power = self.move_power
+        found = distances(*measured, windows=windows, segments=segments, power=power)
         return from_chunks(y, length), jax.tree.map(lambda x: from_chunks(x, length), found)
 
     def compared(
