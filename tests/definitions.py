@@ -4,7 +4,7 @@ The contract of each is that of the public call in the op's `api`; the arguments
 implementations.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +115,7 @@ def in_place(settings, params: dict, x, t, ids):
 
 # Without a gap the errors are those of a student that sees what the teacher sees.
 def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read], jax.Array]:
-    T, w, b, is_target = len(x), params["down"], params.get("rate"), hasattr(settings, "target")
+    T, w, is_target = len(x), params["down"], hasattr(settings, "target")
     is_ideal = not hasattr(settings, "has_proj")
     corrects = not is_ideal and settings.corrects_errors
     document = ids if settings.resets_at_document else 0 * ids
@@ -128,7 +128,7 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
             return vectors[p]
         return _convolved(settings, document, vectors, params[name], p)
 
-    def read_and_written(p):
+    def read_and_written(p) -> Any:
         """(features that read, of teacher, of student), (key, error, rate of the correction)."""
         if is_target:
             z_out = convolved(z, "activation_conv", p)
@@ -142,11 +142,11 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
             z_out = {"teacher": teacher, "teacher_raw": z[p], "student": student}[settings.output]
             key = _unit(student) if settings.normalizes_keys else student
             seen = student if has_gap else convolved(z, "student_conv", p)
-            error, rate = _written(settings, teacher, seen) @ w, 1.0
+            error = _written(settings, teacher, seen) @ w
             error = _unit(error) if settings.normalizes_errors else error
-            if "rate" in params:
-                rate = 1 / (1 + jnp.exp(-({"student": t, "teacher": x}[settings.gate][p] @ b)))
-                error = rate * error
+            view = {"student": t, "teacher": x}[settings.gate][p]
+            gate = (view @ params["rate"]) if "rate" in params else jnp.inf
+            error = (rate := 1 / (1 + jnp.exp(-gate))) * error
         error = error @ params["proj"] if "proj" in params else error
         return (z_out, *views), (key, error, rate)
 

@@ -48,6 +48,6 @@ def test_a_summary_is_over_the_counted_tokens():
 def test_a_token_with_nothing_to_read_is_not_moved_whatever_rounding_does():
     y_teacher, y_student, y = draw(1, *[(1, 2, 3, 6)] * 3, dtype=jnp.float32)
     ids = jnp.asarray([[[1, 1, 2], [2, 2, 3]]])
-    args = y_teacher, y_student, y, y, y, y
-    moved = [distances(*args, segments).is_moved.tolist() for segments in (None, ids)]
+    args = y_teacher, y_student, y, y, y
+    moved = [distances(*args, windows=y, segments=x).is_moved.tolist() for x in (None, ids)]
     assert moved == [[[[False] * 3, [True] * 3]], [[[False] * 3, [True, True, False]]]]
