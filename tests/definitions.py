@@ -128,7 +128,7 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
             return vectors[p]
         return _convolved(settings, document, vectors, params[name], p)
 
-    def read_and_written(p) -> Any:
+    def read_and_written(p) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
         """(features that read, of teacher, of student), (key, error, rate of the correction)."""
         if is_target:
             z_out = convolved(z, "activation_conv", p)
