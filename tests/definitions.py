@@ -115,10 +115,9 @@ def in_place(settings, params: dict, x, t, ids):
 
 # Without a gap the errors are those of a student that sees what the teacher sees.
 def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read], jax.Array]:
-    T, w, is_target = len(x), params["down"], hasattr(settings, "target")
-    is_ideal = not hasattr(settings, "has_proj")
+    T, w, document = len(x), params["down"], ids if settings.resets_at_document else 0 * ids
+    is_target, is_ideal = hasattr(settings, "target"), not hasattr(settings, "has_proj")
     corrects = not is_ideal and settings.corrects_errors
-    document = ids if settings.resets_at_document else 0 * ids
 
     def features(h):
         return jax.nn.silu(h @ params["gate"]) * (h @ params["up"])

@@ -117,9 +117,9 @@ def test_no_row_of_a_batch_is_left_to_read_its_own(count, batch, devices, monkey
     scorer, seen = Scorer(_model("ipttcd"), None, batch_size=batch), []
     monkeypatch.setattr(rules, "axis_size", lambda name: devices if name == "data" else 1)
 
-    def noted(tokens, lengths, control):
-        seen.append(tokens[:, 0].tolist())
-        return np.zeros((2, *tokens[:, 1:].shape))
+    def noted(rows, lengths, control):
+        seen.append(rows[:, 0, 0].tolist())
+        return np.zeros((2, *rows.shape[:2]))
 
     monkeypatch.setattr(scorer, "_in_one_pass", noted)
     assert len(scorer.controlled([np.full(9, n) for n in range(count)], "foreign")) == count
