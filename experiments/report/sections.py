@@ -1,6 +1,7 @@
 """The page of several runs: a row per run, then a section for everything that was measured."""
 
 import importlib
+import math
 import statistics
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ _CURVES = {  # of a metric: title, name of the axis
     "loss": ("Training and its speed", "training loss (nats per token)"),
     "memory_ratio": ("Size of the memory, mean over layers", "|eta S| / |W_base|"),
     "gate_mean": ("Gate of the memory, mean over layers", "mean of beta"),
-    "window_share": ("Share of the windows in what is written, mean over layers", "of |e|^2"),
+    "window_share": ("Share of the windows in what is written, mean over layers", "share of |e|^2"),
 }
 _LAST = {"memory_ratio": "|eta S|/|W|", "gate_mean": "gate", "window_share": "window share"}
 
@@ -50,13 +51,11 @@ class Run(NamedTuple):
 
     def last(self, name: str) -> str | None:
         """The medians of the last ten values of a metric, by layer."""
-        names = dict.fromkeys(x for record in self.metrics for x in record)
-        found = (
-            [x for record in self.metrics if isinstance(x := record.get(key), float)][-10:]
-            for key in names
-            if key.partition("/")[0] == name
-        )
-        return ", ".join(f"{statistics.median(values):.2g}" for values in found if values) or None
+        layers: dict[str, list[float]] = {}
+        for key, x in (item for record in self.metrics for item in record.items()):
+            if key.partition("/")[0] == name and isinstance(x, float):
+                layers.setdefault(key, []).append(x)
+        return ", ".join(f"{statistics.median(x[-10:]):.2g}" for x in layers.values()) or None
 
 
 def write_report(
@@ -104,16 +103,15 @@ def run_rows(runs: Sequence[Run]) -> list[Row]:
         devices = sorted({*map(str, devices)}) if isinstance(devices, list) else []
         steps = max((x["step"] for x in run.metrics), default=config.get("steps"))
         length, size = config.get("data", {}).get("seq_len"), config.get("batch_size")
-        per_token = length and training_flops_per_token(model, length)
-        is_known = bool(per_token and size and steps)
+        factors = length and training_flops_per_token(model, length), length, size, steps
         row = {
             "run": run.label,
             "method": model.label,
             "parameters": num_params(model),
             "steps": steps,
             "tokens per row": length,
-            "FLOPs per token": per_token and float(per_token),
-            "training FLOPs": float(per_token * length * size * steps) if is_known else None,
+            "FLOPs per token": factors[0] and float(factors[0]),
+            "training FLOPs": float(math.prod(factors)) if all(factors) else None,
             "device": ", ".join(devices),
             "directory": str(run.path),
         }

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import tokenizers
-from checks import refused
+from checks import assert_same, refused
 from corpora import json_lines, text_file
 
 from ttcd_jax.data.corpus import load_documents
@@ -68,19 +68,17 @@ def test_the_first_long_enough_documents_are_chosen_up_to_the_budget(folder):
 
 
 def test_a_manifest_gives_the_same_selection(tmp_path):
-    selections = [
-        Selection([np.arange(5), np.arange(3, 10)], {"min_doc_tokens": 12}, "byte")
-        for _ in range(4)
-    ]
-    path, (selection, *others) = tmp_path / "documents.npz", selections
+    def selected():
+        return Selection([np.arange(5), np.arange(3, 10)], {"min_doc_tokens": 12}, "byte")
+
+    path, selection, others = tmp_path / "documents.npz", selected(), [selected() for _ in range(3)]
     path.write_bytes(selection.manifest())
     with np.load(path) as arrays:
         assert (arrays["flat_tokens"].dtype, arrays["lengths"].dtype) == (np.int32, np.int32)
         assert arrays["lengths"].tolist() == [5, 7]
         assert json.loads(str(arrays["document_stats_json"])) == selection.stats
     read = by_document.read_manifest(path, "byte")
-    for ours, theirs in zip(read.documents, selection.documents, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_same([*read.documents], selection.documents)
     assert (read.stats, read.digest) == (selection.stats, selection.digest)
     others[0].documents[1][0] += 1
     others[1].stats["min_doc_tokens"] = 1
@@ -135,12 +133,12 @@ def test_a_tokenizer_has_one_digest(tmp_path):
     assert first.digest == second.digest != ByteTokenizer().digest
 
 
-def test_intervals_of_equal_documents_are_students_t():
-    sums = np.random.default_rng(0).normal(5, 2, (5, 3))
-    mean, low, high = means_over_documents(7 * sums, np.full_like(sums, 7))
+def test_intervals_of_one_seed_are_students_t_over_equal_documents():
+    sums, tokens = np.random.default_rng(0).normal(5, 2, (5, 3)), np.full((5, 3), 7.0)
     expected = scipy.stats.ttest_1samp(sums, 0).confidence_interval(0.95)
-    np.testing.assert_allclose(mean, sums.mean(0))
-    np.testing.assert_allclose((low, high), (expected.low, expected.high))
+    for found in (means_over_documents(7 * x, tokens) for x in (sums, sums[None])):
+        np.testing.assert_allclose(found, (sums.mean(0), expected.low, expected.high))
+    assert not np.any(means_over_documents(np.zeros((2, 5, 3)), tokens))
 
 
 def test_intervals_cover_the_mean_of_documents_of_any_length():
@@ -181,20 +179,14 @@ def test_the_share_of_the_headroom_is_a_ratio_of_totals():
     """Between full attention and a window; a model under the window is neither."""
     rng = np.random.default_rng(0)
     low, room = rng.normal(30, 2, (8, 2)), rng.normal(4, 1, (8, 2))
-    noise = rng.normal(0, 0.1, (8, 2))
-
-    def records(nll):
-        return [BlockLoss(j, i, 10, float(nll[i, j])) for i in range(8) for j in range(2)]
-
+    given = 0.3 * room + rng.normal(0, 0.1, (8, 2))
+    losses = {"full": low, "window": low + room, "memory": low + room - given}
     series = {
-        "full": records(low),
-        "window": records(low + room),
-        "memory": records(low + 0.7 * room + noise),
-        "nothing": records(low + room),
+        name: [BlockLoss(j, i, 10, float(nll)) for (i, j), nll in np.ndenumerate(x)]
+        for name, x in (losses | {"nothing": low + room}).items()
     }
     rows = FinalBlock.headroom(series, "window", "full")
     assert [row["context"] for row in rows] == [0, 1, "all"]
-    given = 0.3 * room - noise
     for row, part in zip(rows, ((0,), (1,), (0, 1)), strict=True):
         x, y = given[:, part].sum(1), room[:, part].sum(1)
         share = x.sum() / y.sum()
@@ -203,7 +195,7 @@ def test_the_share_of_the_headroom_is_a_ratio_of_totals():
         assert row["memory"] == f"{share:.3f} ± {half:.3f}"
         assert row["nothing"] == "0.000 ± 0.000"
     with pytest.raises(UserError, match="other tokens"):
-        FinalBlock.headroom(series | {"full": records(low)[2:]}, "window", "full")
+        FinalBlock.headroom(series | {"full": series["full"][2:]}, "window", "full")
 
 
 def test_a_mean_and_its_interval_are_one_cell():
@@ -232,14 +224,3 @@ def test_intervals_over_seeds_and_documents_hold_what_they_promise(seeds, docume
         np.testing.assert_allclose(found.mean, alone.mean)
         if of_seed == 1:
             assert ((alone.low <= 2) & (alone.high >= 2)).mean() < 0.9
-
-
-def test_intervals_of_one_seed_are_over_documents():
-    rng = np.random.default_rng(0)
-    sums, tokens = rng.standard_normal((9, 3)), np.full((9, 3), 7.0)
-    alone, one = means_over_documents(sums, tokens), means_over_documents(sums[None], tokens)
-    half = scipy.stats.t.ppf(0.975, 8) * sums.std(axis=0, ddof=1) / 3 / 7
-    np.testing.assert_allclose(alone.high - alone.mean, half)
-    np.testing.assert_allclose(one, alone)
-    nothing = means_over_documents(np.zeros((2, 9, 3)), tokens)
-    assert not np.any(nothing)

@@ -132,6 +132,8 @@ def test_results_are_written_read_and_reported(toy, result, tmp_path):
     refused("other buckets", merged, [result, cut])
     (section,) = task_sections({"mine": [result]}, tmp_path)
     assert section.title == toy.title
+    words = "no task has losses of both |: name two of mine, fast weights on, mine, off"
+    refused(words, task_sections, {"mine": [result]}, tmp_path, [*result.series])
     losses = {name: records[0].loss for name, records in result.series.items()}
     assert section.table[0] == {"half": "first"} | losses
     assert [(tmp_path / picture.path).name for picture in section.pictures] == ["halves.png"]
