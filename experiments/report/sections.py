@@ -1,7 +1,6 @@
 """The page of several runs: a row per run, then a section for everything that was measured."""
 
 import importlib
-import math
 import statistics
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -103,15 +102,16 @@ def run_rows(runs: Sequence[Run]) -> list[Row]:
         devices = sorted({*map(str, devices)}) if isinstance(devices, list) else []
         steps = max((x["step"] for x in run.metrics), default=config.get("steps"))
         length, size = config.get("data", {}).get("seq_len"), config.get("batch_size")
-        factors = length and training_flops_per_token(model, length), length, size, steps
+        per_token = length and training_flops_per_token(model, length)
+        total = float(per_token * length * size * steps) if per_token and size and steps else None
         row = {
             "run": run.label,
             "method": model.label,
             "parameters": num_params(model),
             "steps": steps,
             "tokens per row": length,
-            "FLOPs per token": factors[0] and float(factors[0]),
-            "training FLOPs": float(math.prod(factors)) if all(factors) else None,
+            "FLOPs per token": per_token and float(per_token),
+            "training FLOPs": total,
             "device": ", ".join(devices),
             "directory": str(run.path),
         }

@@ -318,9 +318,10 @@ def _headroom(
     if full == base:
         return []
     ceiling = measured[full]
-    every = {x: y for x, y in measured.items() if ceiling.keys() <= y.keys()}
-    shown = {x: [*itertools.chain(*_of_seeds(y, ceiling))] for x, y in every.items()}
-    return headroom_sections(type(task), title, shown, (base, full))
+    found = {x: _of_seeds(y, ceiling) for x, y in measured.items() if ceiling.keys() <= y.keys()}
+    by_seed = zip(*found.values(), strict=True)
+    seeds = [dict(zip(found, records, strict=True)) for records in by_seed]
+    return headroom_sections(type(task), title, seeds, (base, full))
 
 
 def _pictures(kind: type[Task], series: Series[Any], output: Path) -> list[Picture]:
@@ -393,8 +394,7 @@ def write_records(
         for row in section.table
     ]
     if any(isinstance(x, list) for row in rows for x in row.values()):
-        pieces = f"pieces of {config.piece_bytes:,} bytes"
-        head["interval"] = f"seeds and {pieces}, in pairs (of a headroom over pieces alone)"
+        head["interval"] = f"seeds and pieces of {config.piece_bytes:,} bytes, in pairs"
     lines = (json.dumps(x, ensure_ascii=False) + "\n" for x in (head, *rows))
     write_whole(file, "".join(lines))
 

@@ -185,7 +185,7 @@ def test_the_share_of_the_headroom_is_a_ratio_of_totals():
         name: [BlockLoss(j, i, 10, float(nll)) for (i, j), nll in np.ndenumerate(x)]
         for name, x in (losses | {"nothing": low + room}).items()
     }
-    rows = FinalBlock.headroom(series, "window", "full")
+    rows = FinalBlock.headroom([series], "window", "full")
     assert [row["context"] for row in rows] == [0, 1, "all"]
     for row, part in zip(rows, ((0,), (1,), (0, 1)), strict=True):
         x, y = given[:, part].sum(1), room[:, part].sum(1)
@@ -195,7 +195,9 @@ def test_the_share_of_the_headroom_is_a_ratio_of_totals():
         assert row["memory"] == f"{share:.3f} ± {half:.3f}"
         assert row["nothing"] == "0.000 ± 0.000"
     with pytest.raises(UserError, match="other tokens"):
-        FinalBlock.headroom(series | {"full": series["full"][2:]}, "window", "full")
+        FinalBlock.headroom([series | {"full": series["full"][2:]}], "window", "full")
+    *_, twice = FinalBlock.headroom([series, series], "window", "full")
+    assert twice["memory"] == rows[-1]["memory"]  # nothing is of the seed
 
 
 def test_a_mean_and_its_interval_are_one_cell():
@@ -209,17 +211,19 @@ def test_a_mean_and_its_interval_are_one_cell():
 
 @pytest.mark.parametrize(("seeds", "documents"), [(3, 12), (8, 8), (2, 6)])
 def test_intervals_over_seeds_and_documents_hold_what_they_promise(seeds, documents):
-    """2,000 studies of three sources of variance each, documents of many lengths; those over
-    documents of the mean of the seeds do not hold it where seeds differ."""
+    """2,000 studies of three sources of variance each, documents of many lengths, means per token
+    and shares of what differs by seed; those over documents of the mean of the seeds do not hold it
+    where seeds differ."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(50, 400, (documents, 1)) * np.ones((1, 2000))
     for of_seed, of_document, rest in itertools.product((0, 0.3, 1), (0.1, 1), (0.1, 1)):
         shapes = (seeds, 1, 2000), (1, documents, 2000), (seeds, documents, 2000)
         sizes = of_seed, of_document, rest
         draws = (x * rng.standard_normal(y) for x, y in zip(sizes, shapes, strict=True))
-        sums = tokens * (2 + sum(draws))
-        found = means_over_documents(sums, tokens)
-        assert 0.91 < ((found.low <= 2) & (found.high >= 2)).mean() < 1, sizes
+        drawn = 2 + sum(draws)
+        for counts in (tokens * rng.uniform(0.5, 1.5, shapes[2]), tokens):
+            found = means_over_documents(sums := counts * drawn, counts)
+            assert 0.91 < ((found.low <= 2) & (found.high >= 2)).mean() < 1, sizes
         alone = means_over_documents(sums.sum(axis=0), seeds * tokens)
         np.testing.assert_allclose(found.mean, alone.mean)
         if of_seed == 1:

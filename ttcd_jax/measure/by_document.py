@@ -179,7 +179,7 @@ class Means(NamedTuple):
 
 def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
     """The means per token of K quantities, from their `sums` over the tokens of each document and
-    the `counts` of these tokens, both [documents, K]; of several seeds, sums [seeds, documents, K].
+    the `counts` of these tokens, both [documents, K]; or of several seeds [seeds, documents, K].
 
     A mean is the ratio of the two totals, its variance that of a ratio estimator (Cochran, Sampling
     Techniques, 1977, 6.3), and its interval Student's t with one degree of freedom less than
@@ -192,7 +192,9 @@ def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
     first two, with the degrees of freedom of Satterthwaite (1946).
     """
     sums = sums[None] if sums.ndim == 2 else sums
-    seeds, documents, total = len(sums), (counts != 0).sum(axis=0), counts.sum(axis=0)
+    counts = np.broadcast_to(counts, sums.shape)
+    seeds, documents = len(sums), (counts != 0).any(axis=0).sum(axis=0)
+    total = counts.mean(axis=0).sum(axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = sums.mean(axis=0).sum(axis=0) / total
         weights = counts / (total / documents)
@@ -267,7 +269,7 @@ def _sums(records: Sequence[Any], bucket: Bucket) -> tuple[list[Any], np.ndarray
     for name, x in kept:
         if x.tokens:
             sums[:, rows[x.document or 0], columns[name]] += x.nll, x.tokens
-    return names, *sums
+    return names, sums[0], sums[1]
 
 
 def cells(names: list[Any], means: Means, *, has_ends: bool = False) -> dict[Any, str | None]:
@@ -359,17 +361,18 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
         return table_of(cls.key, columns)
 
     @classmethod
-    def headroom(cls, series: Series[Record], control: str, ceiling: str) -> list[Row]:
+    def headroom(cls, seeds: Sequence[Series[Record]], control: str, ceiling: str) -> list[Row]:
         """A row per bucket, and one of all: the share of the headroom, the losses of `control` less
         those of `ceiling`, that every other series gives back, a ratio of totals over documents,
         with its interval. Raises as `differences`."""
         rows: dict[Any, dict[str, Any]] = {}
         key = operator.attrgetter(cls.key)
         for bucket in (key, lambda record: None if key(record) is None else "all"):
-            for label in (x for x in series if x not in (control, ceiling)):
-                found = [series[x] for x in (label, control, ceiling)]
-                names, (nll, top, low), _ = _paired_sums(found, bucket)
-                for name, cell in cells(names, means_over_documents(top - nll, top - low)).items():
+            for label in (x for x in seeds[0] if x not in (control, ceiling)):
+                found = [series[x] for x in (label, control, ceiling) for series in seeds]
+                names, nll, _ = _paired_sums(found, bucket)
+                own, top, low = np.split(nll, 3)
+                for name, cell in cells(names, means_over_documents(top - own, top - low)).items():
                     rows.setdefault(name, {cls.key: name})[label] = cell
         return [*rows.values()]
 

@@ -285,7 +285,7 @@ def task_sections(
         pictures = task.pictures(output, whole.series, whole.chance)
         sections.append(Section(task.title, whole.table, pictures, published(task.name)))
         if between:
-            sections += headroom_sections(task, task.title, whole.series, between)
+            sections += headroom_sections(task, task.title, [whole.series], between)
     if between and len(sections) == len(wholes):
         both, labels = " and ".join(between), {x: None for whole in wholes for x in whole.series}
         raise UserError(f"no task has losses of both {both}: name two of {', '.join(labels)}")
@@ -293,9 +293,9 @@ def task_sections(
 
 
 def headroom_sections(
-    task: type[Task], title: str, series: Series[Any], between: Sequence[str]
+    task: type[Task], title: str, seeds: Sequence[Series[Any]], between: Sequence[str]
 ) -> list[Section]:
-    """The share of the headroom `between` two series, of losses of both."""
-    table = task.headroom(series, *between) if {*between} <= {*series} else []
+    """The share of the headroom `between` two series, of losses of both, by all `seeds`."""
+    table = task.headroom(seeds, *between) if {*between} <= {*seeds[0]} else []
     title = f"{title}: share of the headroom between {' and '.join(between)}"
     return [Section(title, table)] if table else []
