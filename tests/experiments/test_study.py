@@ -140,6 +140,7 @@ def test_tables_and_records_are_means_of_seeds_and_paired_differences(path):
     by_document = cells[f"Loss by position (corpus): {name}, by document", "other"]
     assert {"0.txt", "1.txt"} < by_document.keys()
     assert "share of the headroom between base and third" in tables
+    assert "|eta S| / |W_base|" in tables
     assert (page.count("<img"), "other, off (eta = 0)" in page) == (8, True)
 
 
@@ -203,13 +204,6 @@ def test_mistakes_are_refused(folder, tmp_path):
         ("task recall has no option text: leave it out", "evaluations=(@Recall(),)"),
     ):
         refused(words, _texts, _study(folder, f"StudyConfig.{param}"), tmp_path)
-
-
-def test_a_study_without_evaluations_shows_the_memory(path, folder):
-    study = _study(folder, "StudyConfig.evaluations=()")
-    write_study(study, study.runs(), {}, path)
-    assert (path / "index.html").read_text().count("<img") == 4
-    assert "|eta S| / |W_base|" in (path / "tables.txt").read_text()
 
 
 def test_controls_of_a_recipe_are_its_own_run_with_one_change(folder):
