@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import operator
+import shlex
 import statistics
 import subprocess
 import sys
@@ -214,7 +215,7 @@ def compute(
     command += [f"--param={text}" for text in params]
     command += [f"--import={name}" for name in IMPORTED_MODULES]
     if status := subprocess.run([*command, f"--run_dir={folder}"], check=False).returncode:
-        raise UserError(f"{folder.name} stopped with status {status}: {' '.join(command)}")
+        raise UserError(f"{folder.name} stopped with status {status}: {shlex.join(command)}")
     trained, data = load_run(folder), directory.read_part("data")
     for task, text in missing:
         subject = Subject(trained.model, trained.tokenizer, data, folder, f"{name}, {text}")
@@ -236,6 +237,7 @@ def write_study(
                 sections += _sections(task, title, measured, path / "pictures" / text, documents)
                 sections += _headroom(task, title, measured, recipes)
         sections += training_sections(runs, path / "pictures")
+    colours |= {run.label: colours[run.label.rpartition(", ")[0]] for run in runs}
     rows = run_rows(runs)
     shown = [Section("Runs", rows), *sections]
     tables = "\n".join(f"{x.title}\n{format_table(x.table)}\n" for x in shown)
@@ -394,7 +396,8 @@ def write_records(
         for row in section.table
     ]
     if any(isinstance(x, list) for row in rows for x in row.values()):
-        head["interval"] = f"seeds and pieces of {config.piece_bytes:,} bytes, in pairs"
+        over = "seeds and pieces" if len(config.seeds) > 1 else "pieces"
+        head["interval"] = f"{over} of {config.piece_bytes:,} bytes, in pairs"
     lines = (json.dumps(x, ensure_ascii=False) + "\n" for x in (head, *rows))
     write_whole(file, "".join(lines))
 
