@@ -103,7 +103,7 @@ def run_rows(runs: Sequence[Run]) -> list[Row]:
         steps = max((x["step"] for x in run.metrics), default=config.get("steps"))
         length, size = config.get("data", {}).get("seq_len"), config.get("batch_size")
         per_token = length and training_flops_per_token(model, length)
-        total = float(per_token * length * size * steps) if per_token and size and steps else None
+        is_known = bool(per_token and size and steps)
         row = {
             "run": run.label,
             "method": model.label,
@@ -111,7 +111,7 @@ def run_rows(runs: Sequence[Run]) -> list[Row]:
             "steps": steps,
             "tokens per row": length,
             "FLOPs per token": per_token and float(per_token),
-            "training FLOPs": total,
+            "training FLOPs": float(per_token * length * size * steps) if is_known else None,
             "device": ", ".join(devices),
             "directory": str(run.path),
         }
