@@ -38,8 +38,9 @@ def main(argv: list[str]) -> None:
     paths = map(Path, FLAGS.run_dir)
     run_dirs = [*{path.resolve(): path for path in reversed([*paths])}.values()][::-1]
     first = run_dirs[0].parent if run_dirs[0].is_file() else run_dirs[0]
-    if (count := len(FLAGS.headroom)) not in (0, 2):
-        raise UserError(f"--headroom names a control and a ceiling, got {count}: give it twice")
+    if len(FLAGS.headroom) not in (0, 2) or len({*FLAGS.headroom}) == 1:
+        names = ", ".join(FLAGS.headroom)
+        raise UserError(f"--headroom names a control and a ceiling, got {names}: give two columns")
     output = Path(FLAGS.output) if FLAGS.output else first / "report"
     for section in write_report(run_dirs, output, FLAGS.next, FLAGS.headroom):
         print(f"\n{section.title}\n{format_table(section.table)}")

@@ -23,7 +23,7 @@ _CURVES = {  # of a metric: title, name of the axis
     "loss": ("Training and its speed", "training loss (nats per token)"),
     "memory_ratio": ("Size of the memory, mean over layers", "|eta S| / |W_base|"),
     "gate_mean": ("Gate of the memory, mean over layers", "mean of beta"),
-    "window_share": ("Share of the windows in what is written, mean over layers", "of |e|^2"),
+    "window_share": ("Share of the windows in what is written, mean over layers", "share of |e|^2"),
 }
 _LAST = {"memory_ratio": "|eta S|/|W|", "gate_mean": "gate", "window_share": "window share"}
 
@@ -50,13 +50,11 @@ class Run(NamedTuple):
 
     def last(self, name: str) -> str | None:
         """The medians of the last ten values of a metric, by layer."""
-        names = dict.fromkeys(x for record in self.metrics for x in record)
-        found = (
-            [x for record in self.metrics if isinstance(x := record.get(key), float)][-10:]
-            for key in names
-            if key.partition("/")[0] == name
-        )
-        return ", ".join(f"{statistics.median(values):.2g}" for values in found if values) or None
+        layers: dict[str, list[float]] = {}
+        for key, x in (item for record in self.metrics for item in record.items()):
+            if key.partition("/")[0] == name and isinstance(x, float):
+                layers.setdefault(key, []).append(x)
+        return ", ".join(f"{statistics.median(x[-10:]):.2g}" for x in layers.values()) or None
 
 
 def write_report(

@@ -13,10 +13,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments import cli
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import parse_json, write_whole
-from ttcd_jax.measure.pictures import plot_bars, plot_lines
+from ttcd_jax.measure.pictures import plot_lines
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "experiments/records"
@@ -49,7 +51,7 @@ def drawn(page: Path, folder: Path = RECORDS) -> str:
         if (spec := tables.get(name)) is None:
             raise DataError(f"{page} has a table {name} that pages.toml lacks: name it there")
         file = folder / f"{spec.get('records', name)}.jsonl"
-        if not file.exists():
+        if "command" in spec and not file.exists():
             return f"{start}\n\nNo record yet: `{spec['command']}`. {end}"
         head, records = _read(file, spec)
         text = f"{start}\n\n{_table(spec, records)}\n"
@@ -65,10 +67,10 @@ def _read(file: Path, spec: Spec) -> tuple[Spec, list[Spec]]:
     """The first line of a file, and the rows that have the fields `where`: all, or `rows`."""
     head, *rows = [parse_json(line, file) for line in file.read_bytes().splitlines()]
     rows = [x for x in rows if x | spec.get("where", {}) == x]
-    by_name = {x["row"]: [y for y in rows if y["row"] == x["row"]] for x in rows}
-    if missing := {*(names := spec.get("rows", by_name))} - {*by_name}:
+    names = spec.get("rows", dict.fromkeys(x["row"] for x in rows))
+    if missing := {*names} - {x["row"] for x in rows}:
         raise DataError(f"{file} has no row {', '.join(sorted(missing))}: mend pages.toml")
-    return head, [row for name in names for row in by_name[name]]
+    return head, [row for name in names for row in rows if row["row"] == name]
 
 
 def _table(spec: Spec, records: list[Spec]) -> str:
@@ -106,20 +108,15 @@ def _note(head: Spec, link: str) -> str:
 
 
 def draw(spec: Spec, path: Path) -> None:
-    """A picture with a series per record at the fields `x`: `bars`, or lines with intervals."""
+    """A picture with a line per record at the fields `x`, and its intervals."""
     series, bands = {}, {}
     for record in _read(RECORDS / f"{path.stem}.jsonl", spec)[1]:
-        pairs = [
-            x if isinstance(x, list) else (x, 0.0) for x in (record[name] for name in spec["x"])
-        ]
-        series[record["row"]] = [x for x, _ in pairs]
-        bands[record["row"]] = [x - half for x, half in pairs], [x + half for x, half in pairs]
-    labels = {x: spec[x] for x in ("title", "x_label", "y_label", "chance") if x in spec}
-    if spec.get("bars"):
-        plot_bars(path, groups=spec["x"], series=series, **labels)
-    else:
-        lines = {name: (spec["x"], values) for name, values in series.items()}
-        plot_lines(path, series=lines, bands=bands, **labels)
+        found = (record[name] for name in spec["x"])
+        means, halves = np.array([x if isinstance(x, list) else (x, 0) for x in found]).T
+        series[record["row"]] = spec["x"], means.tolist()
+        bands[record["row"]] = [(means + sign * halves).tolist() for sign in (-1, 1)]
+    labels = {name: spec[name] for name in ("title", "x_label", "y_label")}
+    plot_lines(path, series=series, bands=bands, **labels)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 --param binds fields of the study and of its evaluations (StudyConfig.seeds=(3,)), any other one
 those of all recipes and their controls. Every run has a folder DIR/NAME-SEED; the same command
 continues after an interruption and computes what is missing. At the end it prints the tables and
-writes DIR/index.html. Intervals are over seeds and documents; a table shows every seed.
+writes DIR/index.html. Intervals are over seeds and pieces of text; a table shows every seed.
 """
 
 import shlex
@@ -26,26 +26,25 @@ flags.DEFINE_multi_string("only", [], "Train and evaluate only this recipe; repe
 
 
 def main(argv: list[str]) -> None:
-    from experiments.study.records import write_records
-    from experiments.study.runs import StudyConfig, compute, held_out_texts, write_study
+    from experiments.study import runs as study
     from ttcd_jax.run.bindings import load_config, reachable_classes
     from ttcd_jax.run.directory import RunDirectory
 
-    classes = reachable_classes(StudyConfig)
+    classes = reachable_classes(study.StudyConfig)
     own = [text for text in FLAGS.param if text.partition(".")[0].strip() in classes]
     params = [text for text in FLAGS.param if text not in own]
-    config = load_config(StudyConfig, FLAGS.gin, own, config_dir=cli.CONFIG_DIR)
+    config = load_config(study.StudyConfig, FLAGS.gin, own, config_dir=cli.CONFIG_DIR)
     runs = config.runs(params)
     chosen = config.chosen(runs, FLAGS.only)
     path = Path(FLAGS.run_dir or f"runs/study-{Path(FLAGS.gin).stem}")
     with RunDirectory(path).lock():
-        texts = held_out_texts(config, runs, path)
+        texts = study.held_out_texts(config, runs, path)
         for name, seed in chosen:
-            compute(config, name, seed, runs[name], texts, path)
-        sections = write_study(config, runs, texts, path)
+            study.compute(config, name, seed, runs[name], texts, path)
+        sections = study.write_study(config, runs, texts, path)
         if FLAGS.records is not None:
             command = shlex.join(["python", "-m", "experiments.study", *sys.argv[1:]])
-            write_records(config, runs, sections, path, Path(FLAGS.records), command)
+            study.write_records(config, runs, sections, path, Path(FLAGS.records), command)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""The runs of a study, their training, in a process each, and their evaluations; its tables and
-its page."""
+"""The runs of a study, their training, in a process each, and their evaluations; its tables, its
+page, and the records of which `experiments.pages` draws tables."""
 
 import dataclasses
 import functools
 import itertools
+import json
 import operator
+import shlex
 import statistics
 import subprocess
 import sys
@@ -12,8 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 from absl import logging
+from ttcd_kernels.measure import environment
 from ttcd_kernels.table import Row, format_table
 
 from experiments import cli
@@ -24,11 +28,11 @@ from ttcd_jax.data.sources import MixtureConfig, TextConfig
 from ttcd_jax.data.synthetic.rows import SyntheticConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import read_json, write_json, write_whole
-from ttcd_jax.measure import by_document
-from ttcd_jax.measure.by_document import Curves, DocumentTask, means_over_seeds
+from ttcd_jax.measure import by_document, results
+from ttcd_jax.measure.by_document import Bucket, Curves, DocumentTask, cells, means_over_seeds
 from ttcd_jax.measure.page import Section, write_page
 from ttcd_jax.measure.pictures import Picture, coloured_by_run
-from ttcd_jax.measure.results import FILE, check_comparable, evaluate, folder_name, read_results
+from ttcd_jax.measure.results import check_comparable, evaluate, headroom_sections, read_results
 from ttcd_jax.measure.task import MEMORY_OFF, MEMORY_ON, Series, Subject, Task, digest
 from ttcd_jax.models.config import has_in_place_memory, layers_with_teacher
 from ttcd_jax.registry import IMPORTED_MODULES
@@ -39,8 +43,9 @@ from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.units import printable
 
 type Measured = dict[str, dict[int, Series[Any]]]  # by recipe and seed
+# By the name of a corpus the folder of its pieces, and the document of each; None: drawn.
+type Texts = dict[str, tuple[Path, list[str]] | None]
 MOST_DOCUMENTS = 16  # that a table shows one by one
-type Texts = dict[str, Path | None]  # folders of pieces by the name of their corpus; None: drawn
 Control = Literal["no_gap", "eta0", "swa", "swa_flops", "gated_delta"]
 _GATED_DELTA = (
     *("TransformerConfig.method='gated_deltanet_hybrid'", "DeltaRuleConfig.conv_init='previous'"),
@@ -54,7 +59,6 @@ class Recipe(NamedTuple):
     config: RunConfig
     file: str
     bindings: tuple[str, ...]
-    is_once: bool
 
 
 def control(name: Control, run: RunConfig) -> tuple[str, ...]:
@@ -64,22 +68,19 @@ def control(name: Control, run: RunConfig) -> tuple[str, ...]:
         return ()
     seen = model.stream_window
     plain = {"method": "swa" if seen else "full", "memory": None, "fast_layers": (), "window": seen}
+    fields, others = plain, ()
     match name:
         case "no_gap":
-            return _bound(model.without_gap(length))
+            fields = model.without_gap(length)
         case "eta0":
-            return (f"{type(model.settings).__name__}.eta=0.0",)
+            fields, others = {}, (f"{type(model.settings).__name__}.eta=0.0",)
         case "gated_delta":
-            return (*_GATED_DELTA, *_bound({"window": seen}))
-        case "swa":
-            return _bound(plain)
-    models = model, model.replace(**plain)
-    cost, least = (training_flops_per_token(x, length) for x in models)
-    return (*_bound(plain), f"RunConfig.steps={round(run.steps * cost / least)}")
-
-
-def _bound(fields: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(f"TransformerConfig.{name}={value!r}" for name, value in fields.items())
+            fields, others = {"window": seen}, _GATED_DELTA
+        case "swa_flops":
+            models = model, model.replace(**plain)
+            cost, least = (training_flops_per_token(x, length) for x in models)
+            others = (f"RunConfig.steps={round(run.steps * cost / least)}",)
+    return (*others, *(f"TransformerConfig.{field}={x!r}" for field, x in fields.items()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,16 +108,18 @@ class StudyConfig(Config):
     max_pieces: Positive = 16
 
     def validate(self) -> None:
-        names = [PurePath(file).stem for file in (*self.recipes, *self.once)]
-        if len(set(names)) < len(names):
-            raise UserError(f"two recipes of the study have one name: {', '.join(names)}")
+        recipes = [PurePath(file).stem for file in (*self.recipes, *self.once)]
+        tasks = [task.name for task in self.evaluations]
+        for kind, names in (("recipes", recipes), ("evaluations", tasks)):
+            if len({*names}) < len(names):
+                text = f"two {kind} of the study have one name"
+                raise UserError(f"{text}: {', '.join(names)}; rename one, or leave it out")
 
     def runs(self, params: Sequence[str] = ()) -> dict[str, Recipe]:
         """Every recipe under the bindings `params`, its controls after it, by name."""
         load = functools.partial(load_config, RunConfig, config_dir=cli.CONFIG_DIR)
         files = (*self.recipes, *self.once)
-        recipes = (Recipe(load(x, params), x, tuple(params), x in self.once) for x in files)
-        found = {PurePath(recipe.file).stem: recipe for recipe in recipes}
+        found = {PurePath(x).stem: Recipe(load(x, params), x, tuple(params)) for x in files}
         result, configs = {}, [recipe.config for recipe in found.values()]
         for name, recipe in found.items():
             result[name] = recipe
@@ -139,30 +142,32 @@ class StudyConfig(Config):
             (name, seed)
             for seed in self.seeds
             for name, recipe in runs.items()
-            if (not only or name in only) and (not recipe.is_once or seed == self.seeds[0])
+            if (not only or name in only)
+            and (recipe.file not in self.once or seed == self.seeds[0])
         ]
 
 
 def results_file(folder: Path, task: Task, name: str, text: str) -> Path:
     """The results of a task on a text in a run directory."""
-    return folder / "eval" / folder_name(task.name, f"{name}, {text}") / FILE
+    return folder / "eval" / results.folder_name(task.name, f"{name}, {text}") / results.FILE
 
 
 def held_out_texts(config: StudyConfig, runs: dict[str, Recipe], path: Path) -> Texts:
     """Writes the pieces of the held-out text of every corpus into a folder of their own, whose name
-    has their digest, so that results on other pieces are made again; the folders by name.
+    has their digest, so that results on other pieces are made again.
 
-    Raises `UserError` for recipes on other data, or none, for two corpora of one name, and for
-    held-out text that is too short.
+    Raises `UserError` for recipes on other data, for data that is neither text nor drawn, for a
+    task that reads no text, for two corpora of one name, and for held-out text that is too short.
     """
     data, texts, size = next(iter(runs.values())).config.data, {}, config.piece_bytes
-    for recipe in runs.values():
-        if recipe.config.data != data:
-            raise UserError(
-                f"the recipes of a study have one data configuration, {recipe.file} another"
-            )
+    if others := [x.file for x in runs.values() if x.config.data != data]:
+        raise UserError(f"the recipes of a study have one data configuration, {others[0]} another")
     if isinstance(data, SyntheticConfig):
         return {data.kind: None}
+    if without := [task.name for task in config.evaluations if not hasattr(task, "text")]:
+        text = f"task {without[0]} has no option text"
+        raise UserError(f"{text}: leave it out of the StudyConfig.evaluations of recipes on text")
+    write_json(path / "study.json", config.to_dict())  # so that its texts are no run's documents
     for part in data.parts if isinstance(data, MixtureConfig) else (data,):
         if not isinstance(part, TextConfig):
             raise UserError(f"a study is evaluated on text, not on {type(part).__name__}")
@@ -173,25 +178,18 @@ def held_out_texts(config: StudyConfig, runs: dict[str, Recipe], path: Path) -> 
             for start in range(0, len(document.text) - size + 1, size)
         ]
         if not pieces:
-            text = f"no held-out document of {name} has {size} bytes"
-            raise UserError(f"{text}: lower StudyConfig.piece_bytes")
+            remedy = "lower StudyConfig.piece_bytes"
+            raise UserError(f"no held-out document of {name} has {size} bytes: {remedy}")
         if name in texts:
             raise UserError(f"two corpora of the study are named {name}: rename one of the folders")
         chosen = np.linspace(0, len(pieces) - 1, min(config.max_pieces, len(pieces))).astype(int)
-        # A cut may be inside a character.
-        shown = [pieces[index][1].decode(errors="ignore") for index in chosen]
-        write_json(path / "study.json", config.to_dict())  # so that these are no run's documents
-        texts[name] = folder = path / "texts" / f"{name}-{digest(shown)[:12]}"
-        names = [pieces[index][0] for index in chosen]
-        write_json(_names_file(folder), {"documents": names})
+        documents, cut = zip(*(pieces[index] for index in chosen), strict=True)
+        shown = [piece.decode(errors="ignore") for piece in cut]  # perhaps inside a character
+        folder = path / "texts" / f"{name}-{digest(shown)[:12]}"
         for number, text in enumerate(shown):
             write_whole(folder / f"{number:03}.txt", text)
+        texts[name] = folder, [*documents]
     return texts
-
-
-def _names_file(folder: Path) -> Path:
-    """That of the documents of the pieces in a folder."""
-    return folder.parent / f"{folder.name}.json"
 
 
 def compute(
@@ -205,11 +203,10 @@ def compute(
         accepted_changes(folder, directory.read_config(), wanted, None)
     missing = []
     for task, text in itertools.product(config.evaluations, texts):
-        if (pieces := texts[text]) is not None:
-            task = task.replace(text=str(pieces))
-        results = results_file(folder, task, name, text)
-        found: Any = read_json(results) if results.exists() else {}
-        if found.get("options") != task.to_dict():
+        if pieces := texts[text]:
+            task = task.replace(text=str(pieces[0]))
+        file = results_file(folder, task, name, text)
+        if not file.exists() or read_json(file).get("options") != task.to_dict():
             missing.append((task, text))
     if config.evaluations and not missing:
         return
@@ -218,7 +215,7 @@ def compute(
     command += [f"--param={text}" for text in params]
     command += [f"--import={name}" for name in IMPORTED_MODULES]
     if status := subprocess.run([*command, f"--run_dir={folder}"], check=False).returncode:
-        raise UserError(f"{folder.name} stopped with status {status}: {' '.join(command)}")
+        raise UserError(f"{folder.name} stopped with status {status}: {shlex.join(command)}")
     trained, data = load_run(folder), directory.read_part("data")
     for task, text in missing:
         subject = Subject(trained.model, trained.tokenizer, data, folder, f"{name}, {text}")
@@ -230,54 +227,53 @@ def write_study(
 ) -> list[Section]:
     """Prints the tables of all runs that were evaluated, and writes them with pictures into
     `index.html`, and alone into `tables.txt`; returns them."""
-    chosen = config.chosen(recipes)
-    folders = {f"{x}, seed {seed}": path / f"{x}-{seed}" for x, seed in chosen}
-    runs = [run for run in map(Run.read, folders, folders.values()) if run.metrics]
-    sections = []
-    full = next((x for x, y in recipes.items() if y.config.model.method == "full"), None)
+    chosen, sections = config.chosen(recipes), []
+    runs = [Run.read(f"{name}, seed {seed}", path / f"{name}-{seed}") for name, seed in chosen]
+    runs = [run for run in runs if run.metrics]
     with coloured_by_run([*recipes]) as colours:
-        for text, task in itertools.product(texts, config.evaluations):
+        for (text, pieces), task in itertools.product(texts.items(), config.evaluations):
             if measured := _measured(chosen, task, text, path):
-                pieces = texts[text]
-                names: Any = pieces and read_json(_names_file(pieces))["documents"]
-                output = path / "pictures" / text
-                sections += _sections(task, text, measured, output, names)
-                sections += _headroom(task, text, measured, full)
+                title, documents = f"{task.title} ({text})", pieces[1] if pieces else []
+                sections += _sections(task, title, measured, path / "pictures" / text, documents)
+                sections += _headroom(task, title, measured, recipes)
         sections += training_sections(runs, path / "pictures")
+    colours |= {run.label: colours[run.label.rpartition(", ")[0]] for run in runs}
     rows = run_rows(runs)
     shown = [Section("Runs", rows), *sections]
     tables = "\n".join(f"{x.title}\n{format_table(x.table)}\n" for x in shown)
     write_whole(path / "tables.txt", tables)
-    title = f"Study: {', '.join(recipes)}"
-    write_page(path / "index.html", title=title, runs=rows, colours=colours, sections=sections)
+    page, title = path / "index.html", f"Study: {', '.join(recipes)}"
+    write_page(page, title=title, runs=rows, colours=colours, sections=sections)
     print(tables)
-    if (path / "index.html").exists():
-        print(printable(f"page {path / 'index.html'}"))
+    if page.exists():
+        print(printable(f"page {page}"))
     return shown
 
 
 def _measured(chosen: list[tuple[str, int]], task: Task, text: str, path: Path) -> Measured:
-    found, results = {}, []
+    found, measured = [], {}
     for name, seed in chosen:
         file = results_file(path / f"{name}-{seed}", task, name, text)
         if file.exists():
-            results.append(read_results(file).renamed(f"{name}, {text}", name))
-            found.setdefault(name, {})[seed] = results[-1].series
-    if results:
-        check_comparable(results)
-    return found
+            found.append(read_results(file).renamed(f"{name}, {text}", name))
+            measured.setdefault(name, {})[seed] = found[-1].series
+    if found:
+        check_comparable(found)
+    return measured
 
 
 def _sections(
-    task: Task, text: str, measured: Measured, output: Path, documents: list[str]
+    task: Task, title: str, measured: Measured, output: Path, documents: list[str]
 ) -> list[Section]:
     """The means of all seeds, with their differences from the base, also by `documents` (that of
     every piece) if these are few; every seed."""
-    title, kind = f"{task.title} ({text})", type(task)
-    united: Series[Any] = {}
-    for seeds in measured.values():
-        for label in next(iter(seeds.values())):
-            united[label] = [record for series in seeds.values() for record in series[label]]
+    kind = type(task)
+    by_label = {
+        label: [series[label] for series in seeds.values()]
+        for seeds in measured.values()
+        for label in next(iter(seeds.values()))
+    }
+    united: Series[Any] = {x: [*itertools.chain(*seeds)] for x, seeds in by_label.items()}
     if not isinstance(task, DocumentTask):
         if any(len(seeds) > 1 for seeds in measured.values()):
             return [Section(f"{title}: every seed", _by_seed(measured, kind.numbers))]
@@ -285,50 +281,49 @@ def _sections(
     assert issubclass(kind, DocumentTask)
     base, by_key = next(iter(measured)), operator.attrgetter(kind.key)
     shown = {x.removesuffix(f", {MEMORY_ON}"): y for x, y in united.items() if MEMORY_OFF not in x}
+    means = _rows({x: means_over_seeds(y, by_key) for x, y in by_label.items()}, kind.cells)
+    found = [Section(f"{title}: {kind.value}", means, _pictures(kind, shown, output))]
+    every = Section(f"{title}: every seed, all tokens", _by_seed(measured, _all_tokens))
     pairs = {
         name: (_of_seeds(seeds, measured[base]), _of_seeds(measured[base], seeds))
         for name, seeds in measured.items()
         if name != base and seeds.keys() & measured[base].keys()
     }
-    means = {
-        label: means_over_seeds([series[label] for series in seeds.values()], by_key)
-        for seeds in measured.values()
-        for label in next(iter(seeds.values()))
-    }
-    table = _rows({label: (x, kind.shown(y)) for label, (x, y) in means.items()})
-    found = [Section(f"{title}: {kind.value}", table, _pictures(kind, shown, output))]
-    if pairs:
-        curves = {x: means_over_seeds(y, kind.x, z) for x, (y, z) in pairs.items()}
-        picture = (output / f"{kind.name}_from_{base}.png").absolute()
-        names = f"{title} - {base}", kind.x_label, "nats per token"
-        by_document.draw_curves(picture, *names, curves)
-        sentence = f"Below 0 a recipe is better than {base} on the same tokens, mean of its seeds."
-        table = {x: means_over_seeds(y, by_key, z) for x, (y, z) in pairs.items()}
-        name = f"{title}: nats per token, less {base}"
-        found.append(Section(name, _rows(table), [Picture(picture, sentence)]))
-        measured_documents = {x.document for x in next(iter(united.values()))} - {None}
-        is_all = len(measured_documents) == len(documents)  # else some piece was too short
-        if is_all and len({*documents}) <= MOST_DOCUMENTS:
+    if not pairs:
+        return [*found, every]
 
-            def by_name(record: Any) -> str | None:
-                return None if by_key(record) is None else documents[record.document]
+    def less_base(bucket: Bucket) -> Curves:
+        return {name: means_over_seeds(x, bucket, y) for name, (x, y) in pairs.items()}
 
-            table = {x: means_over_seeds(y, by_name, z) for x, (y, z) in pairs.items()}
-            found.append(Section(f"{name}, by document", _rows(table), ()))
-    return [*found, Section(f"{title}: every seed, all tokens", _by_seed(measured, _all_tokens))]
+    def by_name(record: Any) -> str | None:
+        return None if by_key(record) is None else documents[record.document]
+
+    picture = (output / f"{kind.name}_from_{base}.png").absolute()
+    labels = f"{title} - {base}", kind.x_label, "nats per token"
+    by_document.draw_curves(picture, *labels, less_base(kind.x))
+    sentence = f"Below 0 a recipe is better than {base} on the same tokens, mean of its seeds."
+    table, name = _rows(less_base(by_key), cells), f"{title}: nats per token, less {base}"
+    found.append(Section(name, table, [Picture(picture, sentence)]))
+    numbers = {x.document for x in next(iter(united.values()))} - {None}
+    # Fewer numbers than documents: some piece was too short.
+    if len(numbers) == len(documents) and len({*documents}) <= MOST_DOCUMENTS:
+        found.append(Section(f"{name}, by document", _rows(less_base(by_name), cells)))
+    return [*found, every]
 
 
-def _headroom(task: Task, text: str, measured: Measured, full: str | None) -> list[Section]:
+def _headroom(
+    task: Task, title: str, measured: Measured, recipes: dict[str, Recipe]
+) -> list[Section]:
     """The share of the headroom that every recipe gives back, with the seeds of full attention."""
     base = next(iter(measured))
-    if full is None or full not in measured or base == full:
+    full = next((x for x in measured if recipes[x].config.model.method == "full"), base)
+    if full == base:
         return []
     ceiling = measured[full]
-    every = {x: y for x, y in measured.items() if ceiling.keys() <= y.keys()}
-    shown = {x: [*itertools.chain(*_of_seeds(y, ceiling))] for x, y in every.items()}
-    table = type(task).headroom(shown, base, full) if base in shown else []
-    title = f"{task.title} ({text}): share of the headroom between {base} and {full}"
-    return [Section(title, table, ())] if table else []
+    found = {x: _of_seeds(y, ceiling) for x, y in measured.items() if ceiling.keys() <= y.keys()}
+    by_seed = zip(*found.values(), strict=True)
+    seeds = [dict(zip(found, records, strict=True)) for records in by_seed]
+    return headroom_sections(type(task), title, seeds, (base, full))
 
 
 def _pictures(kind: type[Task], series: Series[Any], output: Path) -> list[Picture]:
@@ -336,9 +331,9 @@ def _pictures(kind: type[Task], series: Series[Any], output: Path) -> list[Pictu
     return [x._replace(path=(output / x.path).absolute()) for x in drawn]
 
 
-def _rows(curves: Curves) -> list[Row]:
+def _rows(curves: Curves, cells: Callable[..., dict[Any, str | None]]) -> list[Row]:
     return [
-        {"recipe": label} | {str(name): cell for name, cell in by_document.cells(*curve).items()}
+        {"recipe": label} | {str(name): cell for name, cell in cells(*curve).items()}
         for label, curve in curves.items()
     ]
 
@@ -367,3 +362,46 @@ def _all_tokens(series: Series[Any]) -> dict[str, float]:
     """Nats per token over all records, by label."""
     curves, _ = by_document.means_of(series, lambda x: None if x.document is None else 0)
     return {name: float(x.mean[0]) for name, (_, x) in curves.items()}
+
+
+def write_records(
+    config: StudyConfig,
+    recipes: dict[str, Recipe],
+    sections: Sequence[Section],
+    path: Path,
+    file: Path,
+    command: str,
+) -> None:
+    """Writes a line of JSON with what holds for all others, of every recipe its file and the digest
+    of its configuration without the seed; then one for every row of the `sections`, [mean, half]
+    where a cell has an interval."""
+    machine, trained, commits = environment(), {}, set()
+    for name, seed in config.chosen(recipes):
+        if (run := RunDirectory(path / f"{name}-{seed}")).is_claimed:
+            found = run.read_config() | {"seed": None, "sha256": None}
+            trained[name] = recipes[name].file, digest(json.dumps(found, sort_keys=True))[:12]
+            commits.add(read_json(run.path / "environment.json").get("commit") or "unknown")
+    count = machine["cpu_count"] if machine["platform"] == "cpu" else jax.device_count()
+    head = {
+        "command": command,
+        "commit": ", ".join(sorted(commits)),
+        "device": f"{count} x {machine['device']}",
+        "seeds": config.seeds,
+        "recipes": trained,
+    }
+    rows = [
+        {"row": next(iter(row.values())), "section": section.title}
+        | {x: _number(cell) for x, cell in row.items() if x != "directory"}
+        for section in sections
+        for row in section.table
+    ]
+    if any(isinstance(x, list) for row in rows for x in row.values()):
+        over = "seeds and pieces" if len(config.seeds) > 1 else "pieces"
+        head["interval"] = f"{over} of {config.piece_bytes:,} bytes, in pairs"
+    lines = (json.dumps(x, ensure_ascii=False) + "\n" for x in (head, *rows))
+    write_whole(file, "".join(lines))
+
+
+def _number(cell: Any) -> Any:
+    parts = cell.replace(",", "").split(" ± ") if isinstance(cell, str) else ()
+    return [*map(float, parts)] if len(parts) == 2 else cell

@@ -33,3 +33,8 @@ def test_a_file_without_tables_is_one_line(tmp_path, content):
     path = tmp_path / "x.json"
     path.write_text(content)
     refused(str(path), write_report, [path], tmp_path, [], error=DataError)
+
+
+def test_a_headroom_is_between_two():
+    arguments = "--run_dir=x", "--headroom=a", "--headroom=a"
+    assert "a control and a ceiling, got a, a: give two" in commands.refused("report", *arguments)

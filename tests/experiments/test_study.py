@@ -1,9 +1,10 @@
 """Studies: several recipes with several seeds, compared on the same held-out text."""
 
+import contextlib
 import json
 import re
-import types
 from pathlib import Path
+from unittest import mock
 
 import commands
 import numpy as np
@@ -13,8 +14,7 @@ from checks import refused
 
 from experiments.cli import CONFIG_DIR
 from experiments.study import runs
-from experiments.study.records import write_records
-from experiments.study.runs import StudyConfig, write_study
+from experiments.study.runs import StudyConfig, write_records, write_study
 from ttcd_jax.data.corpus import CorpusConfig, load_documents
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import write_whole
@@ -24,11 +24,12 @@ from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.tasks.recall import Evidence
 from ttcd_jax.train.flops import training_flops_per_token
 
+TINY = [x for x in tiny_run.BINDINGS if not re.search("fast_layers|Memory|[.]window=", x)]
 INCLUDED = ("data/text_bytes.gin", "train/adamw_short.gin")
 BINDINGS = (
     *("STEPS=1", "RunConfig.steps=%STEPS", "TextConfig.seq_len=32"),
     *("TransformerConfig.vocab_size=258", "CorpusConfig.path='{folder}/corpus'"),
-    *(x for x in tiny_run.BINDINGS if not re.search("fast_layers|Memory|[.]window=", x)),
+    *TINY,
 )
 METHODS = {  # what each includes and binds
     "base": ("method/swa.gin", "TransformerConfig.window=8"),
@@ -75,76 +76,73 @@ def _texts(study, path):
     return runs.held_out_texts(study, study.runs(), path)
 
 
+def _compute(study, path):
+    """The recipes and texts, and how many runs were trained, each in a fork."""
+    recipes, texts, run = study.runs(), _texts(study, path), mock.Mock()
+    run.side_effect = lambda x, check: commands.run(x[2].removeprefix("experiments."), *x[3:])
+    with mock.patch.object(runs, "subprocess", mock.Mock(run=run)):
+        for name, seed in study.chosen(recipes):
+            runs.compute(study, name, seed, recipes[name], texts, path)
+    return recipes, texts, run.call_count
+
+
 @pytest.fixture(scope="module")
-def computed(folder):
-    """A study's folder, and the commands that it took."""
-    config, path, started = _study(folder), folder / "out", []
-
-    def run(line, check):
-        assert not check
-        started.append(line)
-        return commands.run(line[2].removeprefix("experiments."), *line[3:])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "subprocess", types.SimpleNamespace(run=run))
-        for _ in range(2):  # the second time nothing is missing
-            recipes = config.runs()
-            texts = runs.held_out_texts(config, recipes, path)
-            for name, seed in config.chosen(recipes):
-                runs.compute(config, name, seed, recipes[name], texts, path)
-        patch.chdir(folder)  # as the command is given: relative to the working directory
-        sections = write_study(config, recipes, texts, Path(path.name))
-        write_records(config, recipes, sections, path, path / "records.jsonl", "COMMAND")
-    return path, started
+def path(folder):
+    """The folder of a study, as the command writes it: relative to the working directory."""
+    study, path = _study(folder), folder / "out"
+    assert _compute(study, path)[-1] == 5
+    recipes, texts, trained = _compute(study, path)
+    assert trained == 0
+    with contextlib.chdir(folder):
+        sections = write_study(study, recipes, texts, Path(path.name))
+    write_records(study, recipes, sections, path, path / "records.jsonl", "COMMAND")
+    return path
 
 
-def test_every_run_is_trained_once_and_evaluated_on_the_same_pieces(computed):
-    path, started = computed
-    assert len(started) == 5
-    assert sorted(x.name for x in path.glob("*-*")) == [
-        *("base-3", "base-5", "other-3", "other-5", "third-3")
-    ]
-    texts = _texts(_study(path.parent), path)["corpus"]
+def test_every_run_is_evaluated_on_the_same_pieces(path):
+    names = ["base-3", "base-5", "other-3", "other-5", "third-3"]
+    assert sorted(x.name for x in path.glob("*-*")) == names
+    texts, documents = _texts(_study(path.parent), path)["corpus"]
     pieces = [x.read_text() for x in sorted(texts.iterdir())]
     assert [len(piece) for piece in pieces] == [40] * 6
     with RunDirectory(path).lock(), pytest.raises(DataError, match="no file under"):
         load_documents(CorpusConfig(kind="text", path=str(path)), "train")
-    corpus = [x.read_text() for x in sorted((path.parent / "corpus" / "validation").iterdir())]
-    assert all(any(piece in text for text in corpus) for piece in pieces)
+    corpus = path.parent / "corpus" / "validation"
+    for piece, name in zip(pieces, documents, strict=True):
+        assert piece in (corpus / name).read_text()
 
 
-def test_tables_are_means_of_seeds_and_paired_differences(computed):
-    path, _ = computed
-
-    def records(name, seed, label):
-        file = path / f"{name}-{seed}" / "eval" / f"position.{name}-corpus" / "results.json"
-        found = json.loads(file.read_text())["series"][f"{name}, corpus{label}"]
-        return [x for x in found if x["positions"] == "1-31"]
-
+def test_tables_and_records_are_means_of_seeds_and_paired_differences(path):
     def sums(name, label):
         nll = np.zeros((2, 6, 1))
         for index, seed in enumerate((3, 5)):
-            for x in records(name, seed, label):
-                nll[index, x["document"]] += x["nll"]
+            file = path / f"{name}-{seed}" / "eval" / f"position.{name}-corpus" / "results.json"
+            for x in json.loads(file.read_text())["series"][f"{name}, corpus{label}"]:
+                if x["positions"] == "1-31":
+                    nll[index, x["document"]] += x["nll"]
         return nll
 
     tokens = np.full((6, 1), 31.0)
     expected = means_over_documents(sums("other", ", fast weights on") - sums("base", ""), tokens)
-    tables = (path / "tables.txt").read_text()
-    table = tables.split("Loss by position (corpus): nats per token, less base\n")[1]
-    header, _, first, *_ = table.splitlines()
-    cell = dict(zip(header.split(), first.replace(" ± ", "±").split(), strict=True))["1-31"]
-    half = (expected.high[0] - expected.low[0]) / 2
-    assert cell == f"{expected.mean[0]:.3f}±{half:.3f}"
-    page = (path / "index.html").read_text()
-    assert page.count("<img") == 8
+    head, *rows = map(json.loads, (path / "records.jsonl").read_text().splitlines())
+    assert (head["command"], head["seeds"], bool(head["commit"])) == ("COMMAND", [3, 5], True)
+    assert head["interval"] == "seeds and pieces of 40 bytes, in pairs"
+    assert [*head["recipes"]] == ["base", "other", "third"]
+    assert len({digest for _, digest in head["recipes"].values()}) == 3
+    cells = {(x["section"], x["row"]): x for x in rows}
+    name, half = "nats per token, less base", (expected.high[0] - expected.low[0]) / 2
+    cell = cells[f"Loss by position (corpus): {name}", "other"]["1-31"]
+    assert cell == [round(expected.mean[0], 3), round(half, 3)]
+    tables, page = ((path / file).read_text() for file in ("tables.txt", "index.html"))
+    assert "{:.3f} ± {:.3f}".format(*cell) in tables.split(f"(corpus): {name}\n")[1]
+    found = cells["Loss by position (corpus): every seed, all tokens", "other, off (eta = 0)"]
+    assert f"{found['seed 5']:.4g}" in tables
+    assert {"training FLOPs", "gate", "window share"} < cells["Runs", "other, seed 3"].keys()
+    by_document = cells[f"Loss by position (corpus): {name}, by document", "other"]
+    assert {"0.txt", "1.txt"} < by_document.keys()
     assert "share of the headroom between base and third" in tables
-    by_document = tables.split("Loss by position (corpus): nats per token, less base, by document")[
-        1
-    ]
-    assert by_document.splitlines()[1].split() == ["recipe", "0.txt", "1.txt"]
-    costs = tables.splitlines()[1]
-    assert all(x in costs for x in ("training FLOPs", "gate", "window share"))
+    assert "|eta S| / |W_base|" in tables
+    assert (page.count("<img"), page.count('class="chip"')) == (8, 5)
     assert "other, off (eta = 0)" in page
 
 
@@ -152,26 +150,17 @@ DRAWN = (
     *("RunConfig.data=@EvidenceConfig()", "EvidenceConfig.num_facts=2", "STEPS=1"),
     *("EvidenceConfig.num_keys=3", "EvidenceConfig.num_values=3", "EvidenceConfig.num_fillers=2"),
     *("TransformerConfig.vocab_size=8", "RunConfig.steps=%STEPS", *METHODS["other"][1:]),
-    *(x for x in tiny_run.BINDINGS if not re.search("fast_layers|Memory|[.]window=", x)),
+    *TINY,
 )
 
 
-def test_recipes_on_rows_that_are_drawn_are_compared_seed_by_seed(tmp_path, monkeypatch):
+def test_recipes_on_rows_that_are_drawn_are_compared_seed_by_seed(tmp_path):
     lines = [f"include '{x}'" for x in (METHODS["other"][0], "train/adamw_short.gin")]
     (tmp_path / "own.gin").write_text("\n".join([*lines, *DRAWN]))
-    study = StudyConfig(
-        recipes=(f"{tmp_path}/own.gin",), seeds=(3, 5), evaluations=(Evidence(max_rows=9),)
-    )
-
-    def run(line, check):
-        return commands.run(line[2].removeprefix("experiments."), *line[3:])
-
-    monkeypatch.setattr(runs, "subprocess", types.SimpleNamespace(run=run))
-    recipes = study.runs()
-    texts = runs.held_out_texts(study, recipes, tmp_path)
+    options = {"seeds": (3, 5), "evaluations": (Evidence(max_rows=9),)}
+    study = StudyConfig(recipes=(f"{tmp_path}/own.gin",), **options)
+    recipes, texts, _ = _compute(study, tmp_path)
     assert texts == {"evidence": None}
-    for name, seed in study.chosen(recipes):
-        runs.compute(study, name, seed, recipes[name], texts, tmp_path)
     write_study(study, recipes, texts, tmp_path)
     tables = (tmp_path / "tables.txt").read_text()
     table = tables.split("Evidence: accuracy by distance (evidence): every seed\n")[1]
@@ -187,32 +176,14 @@ def test_recipes_on_rows_that_are_drawn_are_compared_seed_by_seed(tmp_path, monk
     assert not rows
 
 
-def test_records_have_the_numbers_of_the_tables(computed):
-    path, _ = computed
-    head, *rows = map(json.loads, (path / "records.jsonl").read_text().splitlines())
-    assert (head["command"], head["seeds"]) == ("COMMAND", [3, 5])
-    assert head["commit"]
-    assert [*head["recipes"]] == ["base", "other", "third"]
-    assert len({digest for _, digest in head["recipes"].values()}) == 3
-    cells = {(x["section"], x["row"]): x for x in rows}
-    tables = (path / "tables.txt").read_text()
-    name = "Loss by position (corpus): nats per token, less base"
-    mean, half = cells[name, "other"]["1-31"]
-    assert f"{mean:.3f} ± {half:.3f}" in tables.split(name)[1].split("\n\n")[0]
-    found = cells["Loss by position (corpus): every seed, all tokens", "other, off (eta = 0)"]
-    assert f"{found['seed 5']:.4g}" in tables
-    assert {"Runs"} < {x["section"] for x in rows}
-
-
-def test_results_of_other_pieces_and_settings_are_not_shown_again(computed, folder, monkeypatch):
-    (path, _), evaluated = computed, []
-    done = types.SimpleNamespace(returncode=0, write=list)
-    monkeypatch.setattr(runs, "subprocess", types.SimpleNamespace(run=lambda *_, **__: done))
+def test_results_of_other_pieces_and_settings_are_not_shown_again(path, folder, monkeypatch):
+    evaluated, done = [], mock.Mock(returncode=0)
+    monkeypatch.setattr(runs, "subprocess", mock.Mock(**{"run.return_value": done}))
     monkeypatch.setattr(runs, "evaluate", lambda task, *_: evaluated.append(task.name) or done)
     for params, names in (((), []), (["StudyConfig.max_pieces=4"], ["position", "recurrence"])):
         config = _study(folder, *params)
         texts = _texts(config, path)
-        assert len([*texts["corpus"].iterdir()]) == config.max_pieces
+        assert len([*texts["corpus"][0].iterdir()]) == config.max_pieces
         runs.compute(config, "base", 3, config.runs()["base"], texts, path)
         assert evaluated == names
     changed = config, "base", 3, config.runs(["RunConfig.steps=2"])["base"], {}, path
@@ -222,25 +193,19 @@ def test_results_of_other_pieces_and_settings_are_not_shown_again(computed, fold
 def test_mistakes_are_refused(folder, tmp_path):
     names, study = "base, other, third", _study(folder)
     refused(f"--only=x is not one of the study's {names}", study.chosen, study.runs(), ["x"])
-    refused(
-        "two recipes of the study have one name", _study, folder, "StudyConfig.once=('x/base',)"
-    )
+    for kind, param in (
+        ("recipes", "once=('x/base',)"),
+        ("evaluations", "evaluations=(@Needle(), @Needle())"),
+    ):
+        refused(f"two {kind} of |have one name: ", _study, folder, f"StudyConfig.{param}")
     text = (folder / "base.gin").read_text()
     (folder / "longer.gin").write_text(text.replace("seq_len=32", "seq_len=64"))
     for words, param in (
         ("lower StudyConfig", "piece_bytes=999"),
         ("one data configuration", f"once=('{folder}/longer.gin',)"),
+        ("task recall has no option text: leave it out", "evaluations=(@Recall(),)"),
     ):
-        study = _study(folder, f"StudyConfig.{param}")
-        refused(words, _texts, study, tmp_path)
-
-
-def test_a_study_without_evaluations_shows_the_memory(computed, folder):
-    path, _ = computed
-    study = _study(folder, "StudyConfig.evaluations=()")
-    write_study(study, study.runs(), {}, path)
-    assert (path / "index.html").read_text().count("<img") == 4
-    assert "|eta S| / |W_base|" in (path / "tables.txt").read_text()
+        refused(words, _texts, _study(folder, f"StudyConfig.{param}"), tmp_path)
 
 
 def test_controls_of_a_recipe_are_its_own_run_with_one_change(folder):

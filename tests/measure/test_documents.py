@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import tokenizers
-from checks import refused
+from checks import assert_same, refused
 from corpora import json_lines, text_file
 
 from ttcd_jax.data.corpus import load_documents
@@ -68,19 +68,17 @@ def test_the_first_long_enough_documents_are_chosen_up_to_the_budget(folder):
 
 
 def test_a_manifest_gives_the_same_selection(tmp_path):
-    selections = [
-        Selection([np.arange(5), np.arange(3, 10)], {"min_doc_tokens": 12}, "byte")
-        for _ in range(4)
-    ]
-    path, (selection, *others) = tmp_path / "documents.npz", selections
+    def selected():
+        return Selection([np.arange(5), np.arange(3, 10)], {"min_doc_tokens": 12}, "byte")
+
+    path, selection, others = tmp_path / "documents.npz", selected(), [selected() for _ in range(3)]
     path.write_bytes(selection.manifest())
     with np.load(path) as arrays:
         assert (arrays["flat_tokens"].dtype, arrays["lengths"].dtype) == (np.int32, np.int32)
         assert arrays["lengths"].tolist() == [5, 7]
         assert json.loads(str(arrays["document_stats_json"])) == selection.stats
     read = by_document.read_manifest(path, "byte")
-    for ours, theirs in zip(read.documents, selection.documents, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_same([*read.documents], selection.documents)
     assert (read.stats, read.digest) == (selection.stats, selection.digest)
     others[0].documents[1][0] += 1
     others[1].stats["min_doc_tokens"] = 1
@@ -135,12 +133,12 @@ def test_a_tokenizer_has_one_digest(tmp_path):
     assert first.digest == second.digest != ByteTokenizer().digest
 
 
-def test_intervals_of_equal_documents_are_students_t():
-    sums = np.random.default_rng(0).normal(5, 2, (5, 3))
-    mean, low, high = means_over_documents(7 * sums, np.full_like(sums, 7))
+def test_intervals_of_one_seed_are_students_t_over_equal_documents():
+    sums, tokens = np.random.default_rng(0).normal(5, 2, (5, 3)), np.full((5, 3), 7.0)
     expected = scipy.stats.ttest_1samp(sums, 0).confidence_interval(0.95)
-    np.testing.assert_allclose(mean, sums.mean(0))
-    np.testing.assert_allclose((low, high), (expected.low, expected.high))
+    for found in (means_over_documents(7 * x, tokens) for x in (sums, sums[None])):
+        np.testing.assert_allclose(found, (sums.mean(0), expected.low, expected.high))
+    assert not np.any(means_over_documents(np.zeros((2, 5, 3)), tokens))
 
 
 def test_intervals_cover_the_mean_of_documents_of_any_length():
@@ -181,20 +179,14 @@ def test_the_share_of_the_headroom_is_a_ratio_of_totals():
     """Between full attention and a window; a model under the window is neither."""
     rng = np.random.default_rng(0)
     low, room = rng.normal(30, 2, (8, 2)), rng.normal(4, 1, (8, 2))
-    noise = rng.normal(0, 0.1, (8, 2))
-
-    def records(nll):
-        return [BlockLoss(j, i, 10, float(nll[i, j])) for i in range(8) for j in range(2)]
-
+    given = 0.3 * room + rng.normal(0, 0.1, (8, 2))
+    losses = {"full": low, "window": low + room, "memory": low + room - given}
     series = {
-        "full": records(low),
-        "window": records(low + room),
-        "memory": records(low + 0.7 * room + noise),
-        "nothing": records(low + room),
+        name: [BlockLoss(j, i, 10, float(nll)) for (i, j), nll in np.ndenumerate(x)]
+        for name, x in (losses | {"nothing": low + room}).items()
     }
-    rows = FinalBlock.headroom(series, "window", "full")
+    rows = FinalBlock.headroom([series], "window", "full")
     assert [row["context"] for row in rows] == [0, 1, "all"]
-    given = 0.3 * room - noise
     for row, part in zip(rows, ((0,), (1,), (0, 1)), strict=True):
         x, y = given[:, part].sum(1), room[:, part].sum(1)
         share = x.sum() / y.sum()
@@ -203,7 +195,9 @@ def test_the_share_of_the_headroom_is_a_ratio_of_totals():
         assert row["memory"] == f"{share:.3f} ± {half:.3f}"
         assert row["nothing"] == "0.000 ± 0.000"
     with pytest.raises(UserError, match="other tokens"):
-        FinalBlock.headroom(series | {"full": records(low)[2:]}, "window", "full")
+        FinalBlock.headroom([series | {"full": series["full"][2:]}], "window", "full")
+    *_, twice = FinalBlock.headroom([series, series], "window", "full")
+    assert twice["memory"] == rows[-1]["memory"]  # nothing is of the seed
 
 
 def test_a_mean_and_its_interval_are_one_cell():
@@ -217,29 +211,20 @@ def test_a_mean_and_its_interval_are_one_cell():
 
 @pytest.mark.parametrize(("seeds", "documents"), [(3, 12), (8, 8), (2, 6)])
 def test_intervals_over_seeds_and_documents_hold_what_they_promise(seeds, documents):
-    """2,000 studies of three sources of variance each, documents of many lengths; those over
-    documents of the mean of the seeds do not hold it where seeds differ."""
+    """2,000 studies of three sources of variance each, documents of many lengths, means per token
+    and shares of what differs by seed; those over documents of the mean of the seeds do not hold it
+    where seeds differ."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(50, 400, (documents, 1)) * np.ones((1, 2000))
     for of_seed, of_document, rest in itertools.product((0, 0.3, 1), (0.1, 1), (0.1, 1)):
         shapes = (seeds, 1, 2000), (1, documents, 2000), (seeds, documents, 2000)
         sizes = of_seed, of_document, rest
         draws = (x * rng.standard_normal(y) for x, y in zip(sizes, shapes, strict=True))
-        sums = tokens * (2 + sum(draws))
-        found = means_over_documents(sums, tokens)
-        assert 0.91 < ((found.low <= 2) & (found.high >= 2)).mean() < 1, sizes
+        drawn = 2 + sum(draws)
+        for counts in (tokens * rng.uniform(0.5, 1.5, shapes[2]), tokens):
+            found = means_over_documents(sums := counts * drawn, counts)
+            assert 0.91 < ((found.low <= 2) & (found.high >= 2)).mean() < 1, sizes
         alone = means_over_documents(sums.sum(axis=0), seeds * tokens)
         np.testing.assert_allclose(found.mean, alone.mean)
         if of_seed == 1:
             assert ((alone.low <= 2) & (alone.high >= 2)).mean() < 0.9
-
-
-def test_intervals_of_one_seed_are_over_documents():
-    rng = np.random.default_rng(0)
-    sums, tokens = rng.standard_normal((9, 3)), np.full((9, 3), 7.0)
-    alone, one = means_over_documents(sums, tokens), means_over_documents(sums[None], tokens)
-    half = scipy.stats.t.ppf(0.975, 8) * sums.std(axis=0, ddof=1) / 3 / 7
-    np.testing.assert_allclose(alone.high - alone.mean, half)
-    np.testing.assert_allclose(one, alone)
-    nothing = means_over_documents(np.zeros((2, 9, 3)), tokens)
-    assert not np.any(nothing)

@@ -4,6 +4,7 @@ rows, results, table, picture, its section of the report."""
 import dataclasses
 import json
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,8 @@ def test_results_are_written_read_and_reported(toy, result, tmp_path):
     refused("other buckets", merged, [result, cut])
     (section,) = task_sections({"mine": [result]}, tmp_path)
     assert section.title == toy.title
+    words = "no task has losses of both |: name two of mine, fast weights on, mine, off"
+    refused(words, task_sections, {"mine": [result]}, tmp_path, [*result.series])
     losses = {name: records[0].loss for name, records in result.series.items()}
     assert section.table[0] == {"half": "first"} | losses
     assert [(tmp_path / picture.path).name for picture in section.pictures] == ["halves.png"]
@@ -209,37 +212,23 @@ def test_other_cases_are_not_the_same_measure(toy, result, tmp_path, caplog):
 
 
 def test_what_is_measured_is_not_measured_again(toy, tmp_path, monkeypatch, capsys):
-    subject, measure = _subject(tmp_path), toy.measure
-    first, calls = evaluate(toy(), subject, 7), []
-
-    def counted(*arguments):
-        calls.append(1)
-        return measure(*arguments)
-
+    subject, measured = _subject(tmp_path), mock.Mock(wraps=toy.measure)
+    first = evaluate(toy(), subject, 7)
     first.write()
-    monkeypatch.setattr(toy, "measure", counted)
+    monkeypatch.setattr(toy, "measure", lambda *arguments: measured(*arguments))
     again = evaluate(toy(batch_size=3), subject, 7)
-    assert (again.series, again.rows, calls) == (first.series, NUM_ROWS, [])
+    assert (again.series, again.rows, measured.call_count) == (first.series, NUM_ROWS, 0)
     assert f"measured before: remove {first.path} to measure it again" in capsys.readouterr().out
     elsewhere = str(tmp_path / "a folder" / "of mine")
-    evaluate(toy(), subject, 7, elsewhere).write()
-    calls.clear()
-    assert evaluate(toy(), subject, 7, elsewhere).write() == tmp_path / "a folder" / "of mine"
-    assert not calls
-    for task, step in ((toy(), 8), (toy(length=4), 7), (toy(max_rows=2), 7)):
-        calls.clear()
-        evaluate(task, subject, step)
-        assert len(calls) == 2  # with the memory and without
+    for _ in range(2):
+        written = evaluate(toy(), subject, 7, elsewhere).write()
+        assert (written, measured.call_count) == (tmp_path / "a folder" / "of mine", 2)
     path = first.path / "results.json"
     path.write_bytes(path.read_bytes()[:-9])
-    evaluate(toy(), subject, 7)
-    assert len(calls) == 4
-
-
-def test_bindings_of_the_task_are_its_options(toy):
-    changed = rebound(toy(length=4), ["Halves.sizes = (4, 8)", "Halves.text = 'a'"])
-    assert changed == toy(length=4, sizes=(4, 8), text="a")
-    refused("Halves has no field 'lenght'; did you", rebound, toy(), ["Halves.lenght = 3"])
+    for task, step in ((toy(), 7), (toy(), 8), (toy(length=4), 7), (toy(max_rows=2), 7)):
+        measured.reset_mock()
+        evaluate(task, subject, step)
+        assert measured.call_count == 2  # with the memory and without
 
 
 def test_a_refusal_names_both_results_where_they_lie_now(result, tmp_path):
@@ -259,7 +248,9 @@ def test_options_are_those_of_the_task(toy):
 
     options = ("--length=4", "--text=12", "--sizes=4,8", "--names=a,b", "--names=c")
     expected = toy(length=4, text="12", sizes=(4, 8), names=("a,b", "c"))
-    assert parsed("halves", *options) == expected
+    assert (found := parsed("halves", *options)) == expected
+    assert rebound(found, ["Halves.sizes = (3,)"]) == expected.replace(sizes=(3,))
+    refused("Halves has no field 'lenght'; did you", rebound, toy(), ["Halves.lenght = 3"])
     for name, option, words in [
         ("halves", "--title=x", "no option '--title=x': it takes batch_size=VALUE, max_rows"),
         ("needle", "--distances=4,4", "distances"),

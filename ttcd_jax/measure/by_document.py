@@ -179,7 +179,7 @@ class Means(NamedTuple):
 
 def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
     """The means per token of K quantities, from their `sums` over the tokens of each document and
-    the `counts` of these tokens, both [documents, K]; of several seeds, sums [seeds, documents, K].
+    the `counts` of these tokens, both [documents, K]; or of several seeds [seeds, documents, K].
 
     A mean is the ratio of the two totals, its variance that of a ratio estimator (Cochran, Sampling
     Techniques, 1977, 6.3), and its interval Student's t with one degree of freedom less than
@@ -192,23 +192,24 @@ def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
     first two, with the degrees of freedom of Satterthwaite (1946).
     """
     sums = sums[None] if sums.ndim == 2 else sums
-    seeds, documents, total = len(sums), (counts != 0).sum(axis=0), counts.sum(axis=0)
+    counts = np.broadcast_to(counts, sums.shape)
+    seeds, documents = len(sums), (counts != 0).any(axis=0).sum(axis=0)
+    total = counts.mean(axis=0).sum(axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = sums.mean(axis=0).sum(axis=0) / total
         weights = counts / (total / documents)
         rest = (sums - mean * counts) / (total / documents)  # a mean of 0
         of_document, of_seed = rest.mean(axis=0), rest.sum(axis=1, keepdims=True) / documents
         rest = rest - of_document - weights * of_seed
-        free = np.stack([documents - 1, 0 * documents + seeds - 1, (documents - 1) * (seeds - 1)])
+        free = documents - 1, 0 * documents + seeds - 1, (documents - 1) * (seeds - 1)
+        free = np.maximum(np.stack(free), 1)
         squares = seeds * of_document[None] ** 2, documents * of_seed**2, rest**2
-        free = np.maximum(free, 1)
         mean_squares = np.stack([x.sum(axis=(0, 1)) for x in squares]) / free
         variance = mean_squares[0] + mean_squares[1] - mean_squares[2]
         variance = np.maximum(variance, mean_squares[:2].max(axis=0))
         freedom = variance**2 / (mean_squares**2 / free).sum(axis=0)
         freedom = np.fmax(freedom, free[:2].min(axis=0))
-        half = np.sqrt(variance / (seeds * documents))
-        half = half * stdtrit(freedom, (1 + _COVERAGE) / 2)
+        half = np.sqrt(variance / (seeds * documents)) * stdtrit(freedom, (1 + _COVERAGE) / 2)
     half = np.where(documents >= _LEAST_DOCUMENTS, half, np.nan)
     return Means(mean, mean - half, mean + half)
 
@@ -223,8 +224,7 @@ def means_of(series: Series[Any], bucket: Bucket) -> tuple[Curves, Curves]:
     with the memory on minus off, in pairs."""
     means, pairs = {}, {}
     for label, records in series.items():
-        names, nll, tokens = _sums(records, bucket)
-        means[label] = names, means_over_documents(nll, tokens)
+        means[label] = means_over_seeds([records], bucket)
         run = label.removesuffix(f", {MEMORY_ON}")
         if run != label and (off := series.get(f"{run}, {MEMORY_OFF}")):
             pairs[run] = differences(records, off, bucket)
@@ -243,35 +243,33 @@ def means_over_seeds(
     """The buckets, and nats per token of the records of all `seeds`, less those of the same seeds
     of a `base` if there is one. Raises `UserError` for records of other tokens or buckets."""
     names, nll, tokens = _paired_sums([*seeds, *base], bucket)
-    found, less = np.stack(nll[: len(seeds)]), nll[len(seeds) :]
-    return names, means_over_documents(found - np.stack(less) if less else found, tokens)
+    sums = nll[: len(seeds)] - (nll[len(seeds) :] if base else 0)
+    return names, means_over_documents(sums, tokens)
 
 
 def _paired_sums(
     series: Sequence[Sequence[Any]], bucket: Bucket
-) -> tuple[list[Any], list[np.ndarray], np.ndarray]:
-    """(buckets, sums of losses of every series, numbers of tokens)."""
+) -> tuple[list[Any], np.ndarray, np.ndarray]:
+    """(buckets, sums of losses [series, documents, buckets], numbers of tokens)."""
     (names, _, tokens), *others = found = [_sums(records, bucket) for records in series]
     if not all(x == names and np.array_equal(y, tokens) for x, _, y in others):
         raise UserError(
             "two models were evaluated on other tokens or in other buckets: evaluate both with the "
             "same options (of recurrence, window and reach too)"
         )
-    return names, [nll for _, nll, _ in found], tokens
+    return names, np.stack([nll for _, nll, _ in found]), tokens
 
 
 def _sums(records: Sequence[Any], bucket: Bucket) -> tuple[list[Any], np.ndarray, np.ndarray]:
-    """(buckets, sums of losses [documents, buckets], numbers of tokens)."""
     kept = [(name, x) for x in records if (name := bucket(x)) is not None]
-    columns = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in kept))}
+    names = [*dict.fromkeys(name for name, _ in kept)]
     documents = sorted({x.document or 0 for _, x in kept if x.tokens})
-    rows = {document: i for i, document in enumerate(documents)}
-    nll, tokens = np.zeros((2, len(rows), len(columns)))
+    columns, rows = ({x: i for i, x in enumerate(found)} for found in (names, documents))
+    sums = np.zeros((2, len(rows), len(columns)))
     for name, x in kept:
         if x.tokens:
-            nll[rows[x.document or 0], columns[name]] += x.nll
-            tokens[rows[x.document or 0], columns[name]] += x.tokens
-    return [*columns], nll, tokens
+            sums[:, rows[x.document or 0], columns[name]] += x.nll, x.tokens
+    return names, sums[0], sums[1]
 
 
 def cells(names: list[Any], means: Means, *, has_ends: bool = False) -> dict[Any, str | None]:
@@ -347,29 +345,34 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
         return Means(*np.exp(np.minimum(means, 700))) if cls.value == "perplexity" else means
 
     @classmethod
+    def cells(cls, names: list[Any], means: Means) -> dict[Any, str | None]:
+        """The `cells` of means; those of a perplexity have the ends of nats, exponentiated."""
+        return cells(names, cls.shown(means), has_ends=cls.value == "perplexity")
+
+    @classmethod
     def table(cls, series: Series[Record]) -> list[Row]:
         """A row per bucket: every series and every difference, with their intervals."""
         means, pairs = means_of(series, operator.attrgetter(cls.key))
         columns: dict[str, dict[Any, str | None]] = {}
-        for label, (names, x) in means.items():
-            # The intervals of a perplexity are those of nats, exponentiated.
-            columns[label] = cells(names, cls.shown(x), has_ends=cls.value == "perplexity")
+        for label, curve in means.items():
+            columns[label] = cls.cells(*curve)
             if pair := pairs.get(run := label.removesuffix(f", {MEMORY_OFF}")):
                 columns[f"{run}, on - off (nats)"] = cells(*pair)
         return table_of(cls.key, columns)
 
     @classmethod
-    def headroom(cls, series: Series[Record], control: str, ceiling: str) -> list[Row]:
+    def headroom(cls, seeds: Sequence[Series[Record]], control: str, ceiling: str) -> list[Row]:
         """A row per bucket, and one of all: the share of the headroom, the losses of `control` less
         those of `ceiling`, that every other series gives back, a ratio of totals over documents,
         with its interval. Raises as `differences`."""
         rows: dict[Any, dict[str, Any]] = {}
         key = operator.attrgetter(cls.key)
         for bucket in (key, lambda record: None if key(record) is None else "all"):
-            for label in (x for x in series if x not in (control, ceiling)):
-                found = [series[x] for x in (label, control, ceiling)]
-                names, (nll, top, low), _ = _paired_sums(found, bucket)
-                for name, cell in cells(names, means_over_documents(top - nll, top - low)).items():
+            for label in (x for x in seeds[0] if x not in (control, ceiling)):
+                found = [series[x] for x in (label, control, ceiling) for series in seeds]
+                names, nll, _ = _paired_sums(found, bucket)
+                own, top, low = np.split(nll, 3)
+                for name, cell in cells(names, means_over_documents(top - own, top - low)).items():
                     rows.setdefault(name, {cls.key: name})[label] = cell
         return [*rows.values()]
 

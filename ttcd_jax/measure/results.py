@@ -104,9 +104,9 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     where the results would replace another model's."""
     folder = folder or folder_name(task.name, subject.label or subject.changes)
     where = {"run_dir": Path(subject.run_dir).absolute(), "folder": folder, "step": step}
-    model: Any = {"label": subject.name, "changes": subject.changes}
-    model["method"] = subject.model.config.label
-    result = Results(task=type(task), options=task.to_dict(), **model, **where)
+    names = {"label": subject.name, "method": subject.model.config.label}
+    names["changes"] = subject.changes
+    result = Results(task=type(task), options=task.to_dict(), **names, **where)
     old, path = _replaced(result), result.path / FILE
     rows = task.rows(subject)
     measured_on = task.measured_on(rows, subject)
@@ -280,17 +280,22 @@ def task_sections(
     for result in itertools.chain.from_iterable(runs.values()):
         found.setdefault(result.task, []).append(result)
     sections, wholes = [], [merged(found[x]) for x in sorted(found, key=lambda x: (x.rank, x.name))]
-    if not any({*between} <= {*whole.series} for whole in wholes) and between:
-        labels = dict.fromkeys(label for whole in wholes for label in whole.series)
-        raise UserError(
-            f"no task has results of both {' and '.join(between)}: name two of {', '.join(labels)}"
-        )
     for whole in wholes:
         task = whole.task
         pictures = task.pictures(output, whole.series, whole.chance)
         sections.append(Section(task.title, whole.table, pictures, published(task.name)))
-        if between and {*between} <= {*whole.series}:
-            title = f"{task.title}: share of the headroom between {between[0]} and {between[1]}"
-            if table := task.headroom(whole.series, *between):
-                sections.append(Section(title, table, ()))
+        if between:
+            sections += headroom_sections(task, task.title, [whole.series], between)
+    if between and len(sections) == len(wholes):
+        both, labels = " and ".join(between), {x: None for whole in wholes for x in whole.series}
+        raise UserError(f"no task has losses of both {both}: name two of {', '.join(labels)}")
     return sections
+
+
+def headroom_sections(
+    task: type[Task], title: str, seeds: Sequence[Series[Any]], between: Sequence[str]
+) -> list[Section]:
+    """The share of the headroom `between` two series, of losses of both, by all `seeds`."""
+    table = task.headroom(seeds, *between) if {*between} <= {*seeds[0]} else []
+    title = f"{title}: share of the headroom between {' and '.join(between)}"
+    return [Section(title, table)] if table else []

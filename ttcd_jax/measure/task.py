@@ -8,6 +8,7 @@ import abc
 import dataclasses
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -173,8 +174,9 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
         return [Picture(Path(path.name), cls.sentence or sentence)]
 
     @classmethod
-    def headroom(cls, series: Series[Record], control: str, ceiling: str) -> list[Row]:
-        """Of losses: the share that every other series gives back of what lies between two."""
+    def headroom(cls, seeds: Sequence[Series[Record]], control: str, ceiling: str) -> list[Row]:
+        """Of losses: the share that every other series gives back of what lies between two, by all
+        `seeds`."""
         return []
 
     @classmethod

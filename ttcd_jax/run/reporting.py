@@ -94,19 +94,18 @@ def reporter(
                 tracker.call("close")
 
 
-_LOUD, _SHUT, _NO_WINDOWS = 2.0, 0.01, 0.05  # what is above, below, below is warned of
 _QUIETER = (
     "lower eta of the memory's settings or the rate of its layers (OptimizerConfig.rates), or set "
     "corrects_errors where there is one (docs/memory.md)"
 )
-_FINDINGS = {  # of a metric: how often it is beyond its bound, and what that means
-    "memory_ratio": (lambda x: x / _LOUD, f"the memory outgrows its weight: {_QUIETER}"),
-    "gate_mean": (lambda x: _SHUT / max(x, 1e-30), f"the gate of the memory shuts: {_QUIETER}"),
-    "window_share": (
-        lambda x: _NO_WINDOWS / max(x, 1e-30),
-        "this memory stores hardly anything that the windows make: it is no context distillation; "
-        "see docs/memory.md",
-    ),
+_NO_GAP = (
+    "this memory stores hardly anything that the windows make: it is no context distillation; see "
+    "docs/memory.md"
+)
+_FINDINGS = {  # of a metric: its bound, 1 where more is bad and -1 where less is, what that means
+    "memory_ratio": (2.0, 1, f"the memory outgrows its weight: {_QUIETER}"),
+    "gate_mean": (0.01, -1, f"the gate of the memory shuts: {_QUIETER}"),
+    "window_share": (0.05, -1, _NO_GAP),
 }
 
 
@@ -120,17 +119,16 @@ class MemoryWatch:
 
     def warn(self, step: int, record: dict[str, Any]) -> None:
         for name in (x for x in record if x.partition("/")[0] in _FINDINGS):
-            values, (badness, finding) = self._values[name], _FINDINGS[name.partition("/")[0]]
+            values, (bound, sign, finding) = self._values[name], _FINDINGS[name.partition("/")[0]]
             values.extend([] if math.isnan(record[name]) else [record[name]])
             if len(values) < 10:
                 continue
-            now = badness(median := statistics.median(values))
+            now = (max(median := statistics.median(values), 1e-30) / bound) ** sign
             told_step, told = self._told.get(name, (0, 0.5))
-            if now <= 1 or not (now > 2 * told or step >= 10 * told_step > 0):
-                continue
-            self._told[name] = step, now
-            text = "step %d: %s is %.3g, the median of %d logged values: %s"
-            logging.warning(text, step, name, median, len(values), finding)
+            if now > 1 and (now > 2 * told or step >= 10 * told_step > 0):
+                self._told[name] = step, now
+                text = "step %d: %s is %.3g, the median of %d logged values: %s"
+                logging.warning(text, step, name, median, len(values), finding)
 
 
 def batch_rows(config: RunConfig, step: int) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """The pages: their measured tables and pictures are those that `make pages` draws from records."""
 
 import re
-import shutil
 
 import pytest
 from checks import refused
@@ -86,11 +85,3 @@ def test_a_table_has_the_rows_and_columns_of_its_spec(tmp_path):
     ]
     page.write_text("<!-- table: four -->\n<!-- end -->")
     refused("a table four that pages.toml lacks", pages.drawn, page, tmp_path)
-
-
-def test_a_changed_record_changes_its_page(tmp_path):
-    shutil.copytree(pages.RECORDS, folder := tmp_path / "records")
-    file = folder / "small.jsonl"
-    file.write_text(file.read_text().replace("-0.321", "-0.322"))
-    page = ROOT / "README.md"
-    assert "-0.322 ± 0.025" in pages.drawn(page, folder) != page.read_text()
