@@ -73,9 +73,8 @@ def open_gguf(path):
 
 
 def _case(stored, case):
-    return drawn(json.loads(str(stored[f"{case}.shapes"]))), json.loads(
-        str(stored[f"{case}.config"])
-    )
+    shapes, config = (json.loads(str(stored[f"{case}.{x}"])) for x in ("shapes", "config"))
+    return drawn(shapes), config
 
 
 def _model(path):

@@ -117,9 +117,9 @@ class Scorer:
         [T] in their place."""
         return self._scores([np.asarray(row) for row in rows], [0] * len(rows), targets)
 
-    def controlled(self, rows: Sequence[np.ndarray], control: Control) -> list[Scores]:
-        """`losses` of rows of one length under a control of the memories, read in one pass; no row
-        holds its own writes or those of the row beside it, where there are more than three."""
+    def controlled(self, rows: Rows, control: Control) -> list[Scores]:
+        """`losses` of rows of one length under a control of the memories, read in one pass: of
+        rows half of their number apart, so that none holds its own writes, and few a neighbor's."""
         found: dict[int, Scores] = {}
         least, half = rules.axis_size("data") * rules.axis_size("fsdp"), -(-len(rows) // 2)
         size = max(min(self.batch_size, len(rows)) // least, 1) * least
@@ -128,13 +128,11 @@ class Scorer:
         for start in range(0, len(rows), size):
             index = order[np.arange(start, start + size) % len(rows)]
             tokens = np.stack([rows[i] for i in index])
-            pairs, lengths = (
-                np.stack([tokens[:, :-1], tokens[:, 1:]], 2),
-                np.full(size, tokens.shape[1] - 1),
-            )
+            pairs = np.stack([tokens[:, :-1], tokens[:, 1:]], axis=2)
+            lengths = np.full(size, pairs.shape[1])
             scores = self._in_one_pass(pairs, lengths, control)
             for i, *fields in zip(index.tolist(), *scores, strict=True):
-                found[i] = Scores(*(x[: lengths[0]] for x in fields))
+                found[i] = Scores(*(x[: pairs.shape[1]] for x in fields))
         return [found[i] for i in range(len(rows))]
 
     def loglikelihoods(self, requests: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Likelihood]:
