@@ -62,12 +62,9 @@ class Likelihood(NamedTuple):
     is_greedy: bool  # whether each is the likeliest token
 
 
-def batches(count: int, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """(indices, how many of them count) of `count` rows in batches of one shape: the last is padded
-    with its first row."""
-    for start in range(0, count, batch_size):
-        index = np.arange(start, start + batch_size)
-        yield np.where(index < count, index, start), min(batch_size, count - start)
+def batches(count: int, batch_size: int) -> list[np.ndarray]:
+    """Indices of `count` rows in batches of one shape: the first rows fill the last."""
+    return [np.arange(i, i + batch_size) % count for i in range(0, count, batch_size)]
 
 
 def placed(batch: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -125,14 +122,12 @@ class Scorer:
         size = max(min(self.batch_size, len(rows)) // least, 1) * least
         size += least * (size > len(rows) and size % len(rows) == 1)  # its first row is its last
         order = np.array([i // 2 + i % 2 * half for i in range(len(rows))])
-        for start in range(0, len(rows), size):
-            index = order[np.arange(start, start + size) % len(rows)]
-            tokens = np.stack([rows[i] for i in index])
-            pairs = np.stack([tokens[:, :-1], tokens[:, 1:]], axis=2)
-            lengths = np.full(size, pairs.shape[1])
-            scores = self._in_one_pass(pairs, lengths, control)
+        pairs = np.stack([np.stack([row[:-1], row[1:]], axis=1) for row in rows])
+        length = pairs.shape[1]
+        for index in (order[batch] for batch in batches(len(rows), size)):
+            scores = self._in_one_pass(pairs[index], np.full(size, length), control)
             for i, *fields in zip(index.tolist(), *scores, strict=True):
-                found[i] = Scores(*(x[: pairs.shape[1]] for x in fields))
+                found[i] = Scores(*(x[:length] for x in fields))
         return [found[i] for i in range(len(rows))]
 
     def loglikelihoods(self, requests: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Likelihood]:

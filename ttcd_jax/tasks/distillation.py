@@ -150,12 +150,11 @@ def distances(model: Transformer, rows: Arrays, batch_size: int) -> Distillation
     """The distances [Y, rows, T] of `rows` (fields of `ttcd_jax.data.packing`), computed in
     batches, which are sharded over the mesh in use; every process gets all."""
     fields = {name: rows[name] for name in ("tokens", "segment_ids") if name in rows}
-    results = []
-    for index, count in batches(len(rows["tokens"]), batch_size):
+    count, results = len(rows["tokens"]), []
+    for index in batches(count, batch_size):
         batch = placed({name: field[index] for name, field in fields.items()})
-        found = jax.device_get(_measured(*nnx.split(model), batch))
-        results.append(jax.tree.map(lambda x, count=count: x[:, :count], found))
-    return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *results)
+        results.append(jax.device_get(_measured(*nnx.split(model), batch)))
+    return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1)[:, :count], *results)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -55,7 +55,7 @@ class OnDrawnData(Task):
         return config
 
     def chance(self, subject: Subject) -> float:
-        return self.data_of(subject).chance_accuracy
+        return 1 / self.data_of(subject).num_values
 
 
 @register
