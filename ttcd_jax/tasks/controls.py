@@ -149,7 +149,7 @@ class Controls(FirstTokens[ControlLoss]):
 
 def _less_trained(records: list[ControlLoss]) -> Curve:
     trained = [x for x in records if x.control == TRAINED]
-    names = [x for x in dict.fromkeys(x.control for x in records) if x != TRAINED]
+    others = [x for x in records if x.control != TRAINED]
+    names = dict.fromkeys(x.control for x in others)
     base = [x._replace(control=name) for name in names for x in trained]
-    changed = [x for name in names for x in records if x.control == name]
-    return differences(changed, base, lambda x: x.control)
+    return differences(others, base, lambda x: x.control)
