@@ -181,6 +181,8 @@ def test_a_model_with_a_memory_is_measured_and_a_mixer_without_windows_refused(f
         records = task.measure(Scorer(model), documents, _subject(model))
         assert [(x.layer, x.window) for x in records] == [(1, 1), (1, 2)]
         assert len(task.table({"one": records, "two": records})) == 4
+        numbers = {f"one, student's window {x.window}/1": x.context for x in records}
+        assert task.numbers({"one": records}) == numbers
     model = randomize(Transformer, config_of("deltanet"))
     for task, words in ((Gap(), "has no student"), (Stream(), "window 128 loses nothing: no")):
         refused(words, task.measure, Scorer(model), documents, _subject(model))

@@ -163,6 +163,11 @@ class Gap(WindowTask[LayerGap]):
         ]
 
     @classmethod
+    def numbers(cls, series: Series[LayerGap]) -> dict[str, float]:
+        lines = cls.curves(series).items()
+        return {f"{name}/{x}": y for name, line in lines for x, y in zip(*line, strict=True)}
+
+    @classmethod
     def unit(cls, series: Series[LayerGap]) -> tuple[str, str]:
         return cls.value, "context's share"
 
