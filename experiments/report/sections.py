@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ttcd_kernels.table import Row
 
+from ttcd_jax.data.sources import row_length
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import read_json
 from ttcd_jax.measure.page import Section, write_page
@@ -101,17 +102,16 @@ def run_rows(runs: Sequence[Run]) -> list[Row]:
         devices = read_json(environment).get("devices") if environment.exists() else None
         devices = sorted({*map(str, devices)}) if isinstance(devices, list) else []
         steps = max((x["step"] for x in run.metrics), default=config.get("steps"))
-        length, size = config.get("data", {}).get("seq_len"), config.get("batch_size")
-        per_token = length and training_flops_per_token(model, length)
-        is_known = bool(per_token and size and steps)
+        length, size = row_length(directory.read_part("data")), config.get("batch_size")
+        per_token = training_flops_per_token(model, length)
         row = {
             "run": run.label,
             "method": model.label,
             "parameters": num_params(model),
             "steps": steps,
             "tokens per row": length,
-            "FLOPs per token": per_token and float(per_token),
-            "training FLOPs": float(per_token * length * size * steps) if is_known else None,
+            "FLOPs per token": float(per_token),
+            "training FLOPs": float(per_token * length * size * steps) if size and steps else None,
             "device": ", ".join(devices),
             "directory": str(run.path),
         }

@@ -8,6 +8,7 @@ import commands
 import tiny_run
 
 from experiments.cli import parse_options
+from experiments.report.sections import Run, run_rows
 from ttcd_jax.measure.results import evaluate
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.run.directory import RunDirectory, load_run
@@ -18,9 +19,7 @@ QUESTION = {"ctx": "def main(", "activity_label": "a", "ctx_a": "def main(", "ct
 QUESTION |= {"endings": ["):", "x", "y", "z"], "label": "0", "ind": 0}
 SMALL = {
     "ppl": ("--max_rows=8", "--seq_len=256"),
-    "final_block": (
-        *("--contexts=64,256", "--final_block=64", "--seq_len=320", "--token_budget=2000"),
-    ),
+    "final_block": ("--contexts=64,256", "--final_block=64", "--seq_len=320", "--token_budget=999"),
     "position": ("--max_rows=4", "--seq_len=256"),
     "recurrence": ("--max_rows=4", "--seq_len=256"),
     "distillation": ("--max_rows=4", "--seq_len=256"),
@@ -64,6 +63,10 @@ def test_every_task_runs_from_its_options_to_the_page(tmp_path):
         assert all(result["series"].values())
         assert any(path.suffix == ".png" for path in folder.iterdir())
         assert not (folder / ".unfinished").exists()
+    runs = run_rows([Run.read(name, x.run_dir) for name, x in subjects.items()])
+    sizes = {row["run"]: row["tokens per row"] for row in runs}
+    assert sizes["recall"] == subjects["recall"].data["num_slots"] * 2 - 1
+    assert all(row["training FLOPs"] > row["FLOPs per token"] > 0 for row in runs)
     flags = [f"--run_dir={subject.run_dir}" for subject in subjects.values()]
     printed = commands.output("report", *flags, f"--output={tmp_path / 'page'}")
     page = html.unescape((tmp_path / "page" / "index.html").read_text())

@@ -1,5 +1,5 @@
 """Losses by context, position and recurrence equal plain computations from the model's logits;
-perplexity by position and recall by distance those by hand."""
+perplexity by position that by hand."""
 
 import dataclasses
 import math
@@ -26,7 +26,6 @@ from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 from ttcd_jax.tasks.documents import FinalBlock, Position, Recurrence, distances
 from ttcd_jax.tasks.perplexity import by_position
-from ttcd_jax.tasks.recall import by_distance
 
 LENGTHS = (40, 7, 55, 33, 36, 90, 34)
 RNG = np.random.default_rng(0)
@@ -181,11 +180,8 @@ def test_the_default_text_is_held_out_by_the_run(subject, tmp_path):
     path.write_text(train_tokenizer(lines, 300))
     config = tokenizer_of(path)
     tokenizer = build_tokenizer(config)
-    data = TextConfig(
-        corpus=CorpusConfig(kind="text", path=str(tmp_path)),
-        tokenizer=config,
-        seq_len=32,
-    )
+    corpus = CorpusConfig(kind="text", path=str(tmp_path))
+    data = TextConfig(corpus=corpus, tokenizer=config, seq_len=32)
     model = _model("ipttcd", vocab_size=300)
     subject = Subject(model, tokenizer, data.to_dict(), tmp_path)
     rows = Position(max_rows=3).rows(subject)
@@ -292,15 +288,3 @@ def test_perplexity_by_position_counts_marked_targets_and_their_bytes():
     short = {name: field[:, :20] for name, field in rows.items()}
     (only,) = by_position(Scores(losses[:, :20], losses[:, :20] > 0), short, ByteTokenizer())
     assert (only.context, only.tokens) == ("all", 40)
-
-
-def test_recall_by_distance_splits_at_the_reach_of_attention():
-    distance = np.zeros((1, 200), np.int32)
-    distance[0, :6] = [1, 10, 11, 50, 90, 100]
-    rows = {"distance": distance, "loss_mask": distance > 0}
-    is_hit = np.zeros((1, 200), bool)
-    is_hit[0, [0, 1, 3]] = True
-    records = by_distance(Scores(np.zeros((1, 200)), is_hit), rows, reach=10)
-    assert (records[0].distance, records[0].accuracy, records[0].queries) == ("1-10", 1, 2)
-    assert (records[-1].distance, records[-1].accuracy) == ("beyond 10", 0.25)
-    assert sum(r.queries for r in records[1:-1]) == records[-1].queries == 4

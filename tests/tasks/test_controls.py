@@ -17,7 +17,6 @@ from ttcd_jax.methods.in_place import controlled
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.sharding import rules
 from ttcd_jax.tasks.controls import Controls
-from ttcd_jax.tasks.documents import FinalBlock
 
 LENGTH = 8 * CHUNK
 OTHERS = ["memory off", "layer 0 off", "another document's memory", "shuffled keys", "no gap"]
@@ -29,12 +28,11 @@ CASES = {
 }
 
 
+DELTA = {"memory": SETTINGS["ipttcd"].replace(form="auto", corrects_errors=True)}
+
+
 def _model(name, **changes):
-    if name == "delta rule":
-        name, changes["memory"] = (
-            "ipttcd",
-            SETTINGS["ipttcd"].replace(form="auto", corrects_errors=True),
-        )
+    name, changes = ("ipttcd", changes | DELTA) if name == "delta rule" else (name, changes)
     fields = {"vocab_size": 258, "init_std": 0.5, "precision": FLOAT64}
     return randomize(Transformer, config_of(name, **fields | changes))
 
@@ -47,31 +45,34 @@ def folder(tmp_path_factory):
     return folder
 
 
+def _subject(folder, model):
+    return Subject(model, ByteTokenizer(), {"type": "none"}, folder, "mine")
+
+
 def _measured(folder, model, **options):
-    subject = Subject(model, ByteTokenizer(), {"type": "none"}, folder, "mine")
+    subject = _subject(folder, model)
     task = Controls(text=str(folder), seq_len=LENGTH + 1, batch_size=4, **options)
     result = evaluate(task, subject, 3)
     found = {}
     for x in result.series["mine"]:
         found.setdefault(x.control, []).append(x.nll)
-    return {name: np.array(nll) for name, nll in found.items()}, result, task.rows(subject)
+    return {x: np.array(nll) for x, nll in found.items()}, result, task.rows(subject).documents
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_control_of_a_method_changes_every_document(name, folder, tmp_path, float64):
     """As trained, off and without a gap a model's losses are those of its variants."""
     model = _model(name)
-    found, result, rows = _measured(folder, model)
+    found, result, documents = _measured(folder, model)
     assert [*found] == ["as trained", *CASES[name]]
     for control in CASES[name]:
         assert (np.abs(found[control] - found["as trained"]) > 1e-9).all(), control
-    subject = Subject(model, ByteTokenizer(), {"type": "none"}, folder, "mine")
-    expected = {"as trained": model, "memory off": [*subject.variants().values()][-1]}
-    if "layer 0 off" in found:  # its only memory
-        expected["layer 0 off"] = expected["memory off"]
-    for control, variant in expected.items():
-        losses = [x.losses.sum() for x in Scorer(variant, None).losses(rows.documents)]
+    variants = _subject(folder, model).variants().values()
+    for control, variant in zip(["as trained", "memory off"], variants, strict=True):
+        losses = [x.losses.sum() for x in Scorer(variant).losses(documents)]
         assert_close(found[control], np.array(losses), 1e-6)
+    if "layer 0 off" in found:  # its only memory
+        assert_close(found["layer 0 off"], found["memory off"], 1e-6)
     table = {row["control"]: row for row in result.table}
     mean = (found["memory off"] - found["as trained"]).sum() / (5 * LENGTH)
     assert table["memory off"]["less as trained"].startswith(f"{mean:.3f} ± ")
@@ -114,27 +115,30 @@ def test_a_foreign_memory_is_that_of_the_row_before(name, float64):
 @pytest.mark.parametrize(("count", "batch", "devices"), [(5, 2, 1), (3, 16, 4), (2, 9, 1)])
 def test_no_row_of_a_batch_is_left_to_read_its_own(count, batch, devices, monkeypatch, float64):
     """Batches are filled with other rows, also to the number of devices."""
-    scorer, seen = Scorer(_model("ipttcd"), None, batch_size=batch), []
+    scorer, seen = Scorer(_model("ipttcd"), batch_size=batch), []
     monkeypatch.setattr(rules, "axis_size", lambda name: devices if name == "data" else 1)
 
+<<<<<<< HEAD
     def noted(rows, lengths, control):
         seen.append(rows[:, 0, 0].tolist())
         return np.zeros((2, *rows.shape[:2]))
+=======
+    def noted(pairs, lengths, control):
+        seen.append(pairs[:, 0, 0].tolist())
+        return np.zeros((2, *pairs.shape[:2]))
+>>>>>>> r44_3
 
     monkeypatch.setattr(scorer, "_in_one_pass", noted)
     assert len(scorer.controlled([np.full(9, n) for n in range(count)], "foreign")) == count
     assert {n for rows in seen for n in rows} == {*range(count)}
     assert all(len(rows) % devices == 0 for rows in seen)
-    assert all(
-        row != before for rows in seen for row, before in zip(rows, rows[-1:] + rows, strict=False)
-    )
+    assert all((np.roll(rows, 1) != rows).all() for rows in seen)
 
 
 def test_shuffled_keys_are_those_of_other_tokens_of_their_chunk():
     keys = jnp.arange(2 * 3 * 5.0).reshape(2, 3, 5, 1)
-    errors = -keys
-    found = controlled(Writes(keys, errors), "shuffled")
-    assert (found.errors == errors).all()
+    found = controlled(Writes(keys, -keys), "shuffled")
+    assert (found.errors == -keys).all()
     assert (found.keys != keys).all()
     assert (jnp.sort(found.keys, axis=2) == keys).all()
 
@@ -148,12 +152,10 @@ def test_what_has_no_such_control_is_refused_by_name(folder, tmp_path, float64):
     refuse("method 'ipttt' cannot have control 'no_gap': no teacher", "ipttt", controls=("no_gap",))
     for name in ("shuffled", "layers"):
         refuse(f"cannot have control '{name}': no", "ipttcd_ideal", controls=(name,))
-    subject = Subject(_model("ipttcd"), ByteTokenizer(), {"type": "none"}, folder, "mine")
-    task, path = FinalBlock(text=str(folder), contexts=(4,), final_block=4, seq_len=40), tmp_path
-    chosen = task.rows(subject)
-    uneven = Selection([chosen.documents[0], chosen.documents[1][:9]], {}, chosen.tokenizer)
-    (path / "documents.npz").write_bytes(uneven.manifest())
-    uneven = Controls(manifest=str(path / "documents.npz"))
-    refused("documents of 9 to 40 tokens: task controls reads rows of one", uneven.rows, subject)
+    subject, path = _subject(folder, _model("ipttcd")), tmp_path / "documents.npz"
+    uneven = Selection([np.arange(40), np.arange(9)], {}, subject.tokenizer.digest)
+    path.write_bytes(uneven.manifest())
+    words = "documents of 9 to 40 tokens: task controls reads rows of one"
+    refused(words, Controls(manifest=str(path)).rows, subject)
     (tmp_path / "one.txt").write_bytes(b"abcd " * 20)
     refuse("1 documents in batches of 4: another document's memory needs two", "ipttcd", tmp_path)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import randomize
+from checks import randomize, refused
 from flax import nnx
 from small_models import config_of
 
@@ -13,6 +13,7 @@ from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.row import Row
+from ttcd_jax.precision import Precision
 from ttcd_jax.tasks import gap
 from ttcd_jax.tasks.gap import Gap, Stream
 
@@ -138,19 +139,22 @@ def _recovered(blocks, embedding, norm, at, rate):
     return np.array(shares)
 
 
-def _subject(model, **changes):
-    return Subject(model, ByteTokenizer(), {"type": "imported"}, "nowhere", **changes)
+def _blocks(model):
+    graph = gap.inference_model(model)
+    return [nnx.merge(x, y) for x, y in zip(graph.blocks, graph.layers, strict=True)]
+
+
+def _subject(model):
+    return Subject(model, ByteTokenizer(), {"type": "imported"}, "nowhere")
 
 
 def test_layers_and_shares_are_those_of_their_definitions(float64):
     model = randomize(Transformer, config_of("swa", window=7, dim=8, scans_layers=False))
     task = Gap(windows=(WINDOW,), sinks=SINKS, length=LENGTH)
     records = task.measure(Scorer(model), DOCUMENTS, _subject(model))
-    graph = gap.inference_model(model)
-    blocks = [nnx.merge(x, y) for x, y in zip(graph.blocks, graph.layers, strict=True)]
     for layer, record in enumerate(records):
         assert (record.layer, record.window) == (layer, WINDOW)
-        expected = _expected(blocks, np.asarray(model.embedding[...]), layer)
+        expected = _expected(_blocks(model), np.asarray(model.embedding[...]), layer)
         np.testing.assert_allclose(record[2:], expected, rtol=1e-9, atol=1e-11)
     assert len(records) == 2
 
@@ -159,26 +163,14 @@ def test_what_comes_back_of_the_headroom_is_that_of_its_definition(float64):
     model = randomize(Transformer, config_of("swa", window=40, num_layers=3, scans_layers=False))
     task = Stream(window=WINDOW, sinks=SINKS, layer=1, rate=0.2, length=LENGTH)
     records = task.measure(Scorer(model), DOCUMENTS, _subject(model))
-    graph = gap.inference_model(model)
-    blocks = [nnx.merge(x, y) for x, y in zip(graph.blocks, graph.layers, strict=True)]
     embedding, norm = (np.asarray(x[...]) for x in (model.embedding, model.final_norm))
-    expected = _recovered(blocks, embedding, norm, 1, 0.2)
+    expected = _recovered(_blocks(model), embedding, norm, 1, 0.2)
     assert [x.document for x in records] == [n for n in range(3) for _ in range(5)]
     np.testing.assert_allclose([x[2:] for x in records], expected, rtol=1e-7)
     assert [x["documents"] for x in task.table({"model": records})] == [3] * 5
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "words"),
-    [
-        ("swa", {"window": 4}, "window 4 is not shorter than the model's 4"),
-        ("swa", {"window": 2, "layer": 2}, "layer 2 of a model of 2"),
-    ],
-)
-def test_a_stream_without_a_headroom_is_refused(method, options, words):
-    model = randomize(Transformer, config_of(method))
-    with pytest.raises(UserError, match=words):
-        Stream(length=9, **options).rows(_subject(model))
+    half = config_of("swa", window=40, num_layers=3, precision=Precision(compute="bfloat16"))
+    (first, *_) = task.measure(Scorer(randomize(Transformer, half)), DOCUMENTS, _subject(model))
+    assert first.headroom == pytest.approx(records[0].headroom, rel=0.2)
 
 
 def test_a_model_with_a_memory_is_measured_and_a_mixer_without_windows_refused(float64):
@@ -189,24 +181,25 @@ def test_a_model_with_a_memory_is_measured_and_a_mixer_without_windows_refused(f
         records = task.measure(Scorer(model), documents, _subject(model))
         assert [(x.layer, x.window) for x in records] == [(1, 1), (1, 2)]
         assert len(task.table({"one": records, "two": records})) == 4
+        numbers = {f"one, student's window {x.window}/1": x.context for x in records}
+        assert task.numbers({"one": records}) == numbers
     model = randomize(Transformer, config_of("deltanet"))
-    with pytest.raises(UserError, match="has no student"):
-        Gap(length=70).measure(Scorer(model), documents, _subject(model))
+    for task, words in ((Gap(), "has no student"), (Stream(), "window 128 loses nothing: no")):
+        refused(words, task.measure, Scorer(model), documents, _subject(model))
 
 
 @pytest.mark.parametrize(
-    ("texts", "options", "error", "words"),
+    ("task", "error", "words"),
     [
-        (["a" * 99], {}, DataError, "1 documents have 50 tokens"),
-        (["a" * 99, "b" * 9], {}, DataError, "1 documents have 50 tokens"),
-        (["a" * 99, "b" * 99], {"layers": (2,)}, UserError, "layers .2,. of a model of 2"),
+        (Stream(length=9, window=4), UserError, "window 4 with 4 sinks loses nothing of the 4 to"),
+        (Gap(length=5, windows=(1,)), UserError, "window 1 with 4 sinks loses nothing of the 4 to"),
+        (Stream(length=9, window=2, layer=2), UserError, "layer 2 of a model of 2"),
+        (Gap(length=50, layers=(2,)), UserError, "layers (2,) of a model of 2"),
+        (Gap(length=50, windows=(1,)), DataError, "1 documents have 50 tokens"),
     ],
 )
-def test_documents_and_layers_that_are_not_there_are_refused(
-    tmp_path, texts, options, error, words
-):
-    for number, text in enumerate(texts):
-        (tmp_path / f"{number}.txt").write_text(text)
-    model = randomize(Transformer, config_of("swa"))
-    with pytest.raises(error, match=words):
-        Gap(length=50, text=str(tmp_path), **options).rows(_subject(model))
+def test_what_cannot_be_measured_is_refused(tmp_path, task, error, words):
+    for number, length in enumerate((99, 9)):
+        (tmp_path / f"{number}.txt").write_text("a" * length)
+    subject = _subject(randomize(Transformer, config_of("swa")))
+    refused(words, task.replace(text=str(tmp_path)).rows, subject, error=error)

@@ -62,12 +62,9 @@ class Likelihood(NamedTuple):
     is_greedy: bool  # whether each is the likeliest token
 
 
-def batches(count: int, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """(indices, how many of them count) of `count` rows in batches of one shape: the last is padded
-    with its first row."""
-    for start in range(0, count, batch_size):
-        index = np.arange(start, start + batch_size)
-        yield np.where(index < count, index, start), min(batch_size, count - start)
+def batches(count: int, batch_size: int) -> list[np.ndarray]:
+    """Indices of `count` rows in batches of one shape: the first rows fill the last."""
+    return [np.arange(i, i + batch_size) % count for i in range(0, count, batch_size)]
 
 
 def placed(batch: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -117,24 +114,20 @@ class Scorer:
         [T] in their place."""
         return self._scores([np.asarray(row) for row in rows], [0] * len(rows), targets)
 
-    def controlled(self, rows: Sequence[np.ndarray], control: Control) -> list[Scores]:
-        """`losses` of rows of one length under a control of the memories, read in one pass; no row
-        holds its own writes or those of the row beside it, where there are more than three."""
+    def controlled(self, rows: Rows, control: Control) -> list[Scores]:
+        """`losses` of rows of one length under a control of the memories, read in one pass: of
+        rows half of their number apart, so that none holds its own writes, and few a neighbor's."""
         found: dict[int, Scores] = {}
         least, half = rules.axis_size("data") * rules.axis_size("fsdp"), -(-len(rows) // 2)
         size = max(min(self.batch_size, len(rows)) // least, 1) * least
         size += least * (size > len(rows) and size % len(rows) == 1)  # its first row is its last
         order = np.array([i // 2 + i % 2 * half for i in range(len(rows))])
-        for start in range(0, len(rows), size):
-            index = order[np.arange(start, start + size) % len(rows)]
-            tokens = np.stack([rows[i] for i in index])
-            pairs, lengths = (
-                np.stack([tokens[:, :-1], tokens[:, 1:]], 2),
-                np.full(size, tokens.shape[1] - 1),
-            )
-            scores = self._in_one_pass(pairs, lengths, control)
+        pairs = np.stack([np.stack([row[:-1], row[1:]], axis=1) for row in rows])
+        length = pairs.shape[1]
+        for index in (order[batch] for batch in batches(len(rows), size)):
+            scores = self._in_one_pass(pairs[index], np.full(size, length), control)
             for i, *fields in zip(index.tolist(), *scores, strict=True):
-                found[i] = Scores(*(x[: lengths[0]] for x in fields))
+                found[i] = Scores(*(x[:length] for x in fields))
         return [found[i] for i in range(len(rows))]
 
     def loglikelihoods(self, requests: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Likelihood]:

@@ -74,6 +74,7 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
     is_lower_better: ClassVar[bool] = False
     sentence: ClassVar[str] = ""  # that says what the picture shows; "": the value by `x_label`
     rank: ClassVar[int] = 50  # on a page, the lowest first
+    has_variants: ClassVar[bool] = True  # with the memory on and off; else the model as it is
 
     batch_size: Annotated[int, Bound("in 1 .. 65,536", lambda rows: 0 < rows <= 2**16)] = 16
 
@@ -94,9 +95,10 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
         need. All processes take part."""
 
     def series(self, subject: Subject, rows: Rows) -> Series[Record]:
-        """The records of every variant of the model. Raises `UserError` for other records."""
+        """The records of every variant. Raises `UserError` for those of another kind."""
         found = {}
-        for label, model in subject.variants().items():
+        variants = subject.variants() if self.has_variants else {subject.name: subject.model}
+        for label, model in variants.items():
             records = [*(self.measure(self.scorer(subject, label, model), rows, subject) or ())]
             if not all(isinstance(x, self.record) for x in records):
                 first, kind = records[0], self.record.__name__

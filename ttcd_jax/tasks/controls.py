@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -13,11 +13,12 @@ from ttcd_kernels.table import Row
 from ttcd_jax.errors import UserError
 from ttcd_jax.measure.by_document import Curve, Selection, cells, differences, means_of
 from ttcd_jax.measure.pictures import Picture, plot_bars
-from ttcd_jax.measure.scorer import Scorer, Scores
+from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Series, Subject, register, table_of
 from ttcd_jax.methods.in_place import PrefixSettings
 from ttcd_jax.models import config as models
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.row import Control
 from ttcd_jax.tasks.documents import FirstTokens
 from ttcd_jax.train.layers_on_disk import per_parameter
 from ttcd_jax.train.state import with_params
@@ -50,6 +51,7 @@ class Controls(FirstTokens[ControlLoss]):
     key = "control"
     x_label = "control"
     rank = 12
+    has_variants = False
     sentence = "Nats per token more than as trained: what the control takes from the model."
 
     controls: tuple[Name, ...] = ()
@@ -83,47 +85,44 @@ class Controls(FirstTokens[ControlLoss]):
         for name in self.controls:
             if what := lacks.get(name):
                 raise UserError(f"method {config.method!r} cannot have control {name!r}: {what}")
-        names = [x for x in get_args(Name) if x in (self.controls or get_args(Name))]
-        return [name for name in names if not lacks.get(name)]
-
-    def series(self, subject: Subject, rows: Selection) -> Series[ControlLoss]:
-        scorer = self.scorer(subject, subject.name, subject.model)
-        return {subject.name: self.measure(scorer, rows, subject)}
+        wanted = self.controls or get_args(Name)
+        return [name for name in get_args(Name) if name in wanted and not lacks.get(name)]
 
     def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> list[ControlLoss]:
-        records = []
-        for name, found in self._scores(scorer, rows.documents, subject):
+        records, documents = [], rows.documents
+        for name, read in self._readers(scorer.model, length=len(documents[0])):
+            if isinstance(read, Transformer):
+                label = f"{subject.name}, {name}"
+                found = self.scorer(subject, label, read).losses(documents)
+            else:
+                found = scorer.controlled(documents, read)
             sums = ((x.losses.size, float(x.losses.sum(dtype=np.float64))) for x in found)
             records += [ControlLoss(name, i, *both) for i, both in enumerate(sums)]
         return records
 
-    def _scores(
-        self, scorer: Scorer, rows: Any, subject: Subject
-    ) -> Iterator[tuple[str, list[Scores]]]:
-        """The scores of all rows by control."""
-        length, config = max(map(len, rows)), scorer.model.config
-        params, chosen = nnx.to_pure_dict(nnx.state(scorer.model, nnx.Param)), self._chosen(config)
-
-        def scored(name: str, model: Transformer) -> tuple[str, list[Scores]]:
-            return name, self.scorer(subject, f"{subject.name}, {name}", model).losses(rows)
-
-        yield scored(TRAINED, scorer.model)
+    def _readers(
+        self, model: Transformer, length: int
+    ) -> Iterator[tuple[str, Transformer | Control]]:
+        """What reads rows of `length` tokens, by control: another model of the same parameters, or
+        the model with its memories under this control."""
+        config, chosen = model.config, self._chosen(model.config)
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        yield TRAINED, model
         if "off" in chosen:
             off = models.switched_off(config, length)
             assert off is not None, "a memory in place has a rate"
-            yield scored("memory off", with_params(off, params))
+            yield "memory off", with_params(off, params)
         for layer, block in enumerate(models.block_configs(config) if "layers" in chosen else ()):
             if written := block.write_param and f"layers/{layer}/{block.write_param}":
-                kept = per_parameter(config, lambda name, own=written: float(name != own))
-                less = jax.tree.map(lambda x, by: x if np.all(by) else x * (by != 0), params, kept)
-                yield scored(f"layer {layer} off", with_params(config, less))
+                kept = per_parameter(config, lambda name, own=written: name != own)
+                less = jax.tree.map(lambda x, by: x if np.all(by) else x * by, params, kept)
+                yield f"layer {layer} off", with_params(config, less)
         if "foreign" in chosen:
-            yield "another document's memory", scorer.controlled(rows, "foreign")
+            yield "another document's memory", "foreign"
         if "shuffled" in chosen:
-            yield "shuffled keys", scorer.controlled(rows, "shuffled")
+            yield "shuffled keys", "shuffled"
         if "no_gap" in chosen:
-            equal = config.replace(**config.without_gap(length))
-            yield scored("no gap", with_params(equal, params))
+            yield "no gap", with_params(config.replace(**config.without_gap(length)), params)
 
     @classmethod
     def table(cls, series: Series[ControlLoss]) -> list[Row]:
@@ -141,8 +140,8 @@ class Controls(FirstTokens[ControlLoss]):
     ) -> list[Picture]:
         found = {label: _less_trained(records) for label, records in series.items()}
         groups = [*dict.fromkeys(name for names, _ in found.values() for name in names)]
-        by_name = {x: dict(zip(y, z.mean.tolist(), strict=True)) for x, (y, z) in found.items()}
-        bars = {label: [means.get(name) for name in groups] for label, means in by_name.items()}
+        means = {x: dict(zip(y, z.mean.tolist(), strict=True)) for x, (y, z) in found.items()}
+        bars = {label: [*map(by_name.get, groups)] for label, by_name in means.items()}
         labels = {"title": cls.title, "x_label": cls.x_label, "y_label": f"nats, {LESS}"}
         plot_bars(folder / (path := Path(f"{cls.name}.png")), groups=groups, series=bars, **labels)
         return [Picture(path, cls.sentence)]
@@ -150,7 +149,7 @@ class Controls(FirstTokens[ControlLoss]):
 
 def _less_trained(records: list[ControlLoss]) -> Curve:
     trained = [x for x in records if x.control == TRAINED]
-    names = [x for x in dict.fromkeys(x.control for x in records) if x != TRAINED]
+    others = [x for x in records if x.control != TRAINED]
+    names = dict.fromkeys(x.control for x in others)
     base = [x._replace(control=name) for name in names for x in trained]
-    changed = [x for name in names for x in records if x.control == name]
-    return differences(changed, base, lambda x: x.control)
+    return differences(others, base, lambda x: x.control)

@@ -54,8 +54,8 @@ _MEASURES = LayerDistances._fields[5:]
 class StudentTeacher(RowTask[LayerDistances]):
     """The student's distance to the teacher in every layer that has both, with the memory off and
     on, and where the memory moves the student (`ttcd_jax.memory.distillation`). At most `max_rows`
-    rows are those of task ppl, with its `text` and `seq_len`; for a run on rows of its own,
-    such rows."""
+    rows are those of task ppl, with its `text` and `seq_len`; of a run on drawn rows, such
+    rows."""
 
     name = "distillation"
     title = "The student's distance to the teacher, by position"
@@ -63,6 +63,7 @@ class StudentTeacher(RowTask[LayerDistances]):
     key = "layer"
     x_label = "position (tokens)"
     rank = 40
+    has_variants = False
     value = "gap_on"
     is_lower_better = True
 
@@ -86,10 +87,6 @@ class StudentTeacher(RowTask[LayerDistances]):
                     )
             return SyntheticRows(drawn, seed=HELD_OUT, num_rows=self.max_rows)
         return Perplexity(text=self.text, seq_len=self.seq_len).source(subject)
-
-    def series(self, subject: Subject, rows: Arrays) -> Series[LayerDistances]:
-        scorer = self.scorer(subject, subject.name, subject.model)
-        return {subject.name: self.measure(scorer, rows, subject)}
 
     def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[LayerDistances]:
         """A record for every bucket of positions and layer."""
@@ -153,12 +150,11 @@ def distances(model: Transformer, rows: Arrays, batch_size: int) -> Distillation
     """The distances [Y, rows, T] of `rows` (fields of `ttcd_jax.data.packing`), computed in
     batches, which are sharded over the mesh in use; every process gets all."""
     fields = {name: rows[name] for name in ("tokens", "segment_ids") if name in rows}
-    results = []
-    for index, count in batches(len(rows["tokens"]), batch_size):
+    count, results = len(rows["tokens"]), []
+    for index in batches(count, batch_size):
         batch = placed({name: field[index] for name, field in fields.items()})
-        found = jax.device_get(_measured(*nnx.split(model), batch))
-        results.append(jax.tree.map(lambda x, count=count: x[:, :count], found))
-    return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *results)
+        results.append(jax.device_get(_measured(*nnx.split(model), batch)))
+    return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1)[:, :count], *results)
 
 
 @functools.partial(jax.jit, static_argnums=0)

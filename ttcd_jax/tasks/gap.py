@@ -81,13 +81,23 @@ class WindowTask[Record: tuple[Any, ...]](Task[list[np.ndarray], Record]):
     `start` on, of the first `max_documents` documents of `text` (a file or folder; None: the run's
     held-out text) that have them; of two or more, since others explain one."""
 
+    has_variants = False
+
     sinks: NonNegative = 4
     start: NonNegative = 0
     length: Positive = 2048
     max_documents: Positive = 3
     text: str | None = None
 
-    def rows(self, subject: Subject) -> list[np.ndarray]:
+    def documents(self, subject: Subject, *windows: int) -> list[np.ndarray]:
+        """The rows. Raises `UserError` for students' windows that show all that the model sees."""
+        seen = min(subject.model.config.window or self.length, self.length)
+        for window in windows:
+            if window >= seen or window + self.sinks >= self.length:
+                raise UserError(
+                    f"window {window} with {self.sinks} sinks loses nothing of the {seen} tokens "
+                    "that the model sees: take a smaller window, or a greater --length"
+                )
         found: list[np.ndarray] = []
         stop = self.start + self.length
         for part in text_records(subject.run_dir, subject.data, subject.tokenizer, self.text):
@@ -100,10 +110,6 @@ class WindowTask[Record: tuple[Any, ...]](Task[list[np.ndarray], Record]):
                 "more, or a smaller --start or --length"
             )
         return found
-
-    def series(self, subject: Subject, rows: list[np.ndarray]) -> Series[Record]:
-        scorer = self.scorer(subject, subject.name, subject.model)
-        return {subject.name: self.measure(scorer, rows, subject)}
 
     def measured_on(self, rows: list[np.ndarray], subject: Subject) -> dict[str, str]:
         return {"": digest([row.tolist() for row in rows])}
@@ -133,7 +139,7 @@ class Gap(WindowTask[LayerGap]):
         count = subject.model.config.num_layers
         if any(layer >= count for layer in self.layers):
             raise UserError(f"layers {self.layers} of a model of {count}: they count from 0")
-        return super().rows(subject)
+        return self.documents(subject, *self.windows)
 
     def measure(self, scorer: Scorer, rows: list[np.ndarray], subject: Subject) -> list[LayerGap]:
         model, records = inference_model(scorer.model), []
@@ -155,6 +161,11 @@ class Gap(WindowTask[LayerGap]):
             for label, records in series.items()
             for x in records
         ]
+
+    @classmethod
+    def numbers(cls, series: Series[LayerGap]) -> dict[str, float]:
+        lines = cls.curves(series).items()
+        return {f"{name}/{x}": y for name, line in lines for x, y in zip(*line, strict=True)}
 
     @classmethod
     def unit(cls, series: Series[LayerGap]) -> tuple[str, str]:
@@ -207,7 +218,7 @@ def _views(block: Any, h: jax.Array, window: int, sinks: int) -> _Views:
 
 def _explained(documents: list[_Views]) -> tuple[float, ...]:
     """The fields of `LayerGap` after the first two."""
-    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), documents)
+    wide = _wide(documents)
     grams, found = [_gram(z, e) for z, e, _ in wide], []
     for index, (z, e, y) in enumerate(wide):
         gram, target = map(sum, zip(*grams[:index], *grams[index + 1 :], strict=True))
@@ -218,6 +229,10 @@ def _explained(documents: list[_Views]) -> tuple[float, ...]:
         found.append([float(x) for x in (size, *_shares(z, e, regression, mean))])
     means = np.mean(found, 0).tolist()
     return *means, means[-1] - means[2]
+
+
+def _wide[Tree](tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
 
 
 @jax.jit
@@ -312,12 +327,7 @@ class Stream(WindowTask[Share]):
         config = subject.model.config
         if (self.layer or 0) >= config.num_layers:
             raise UserError(f"layer {self.layer} of a model of {config.num_layers}: from 0 on")
-        if config.window is not None and config.window <= self.window:
-            raise UserError(
-                f"window {self.window} is not shorter than the model's {config.window}: nothing is "
-                "lost, take a smaller --window"
-            )
-        return super().rows(subject)
+        return self.documents(subject, self.window)
 
     def measure(self, scorer: Scorer, rows: list[np.ndarray], subject: Subject) -> list[Share]:
         config = scorer.model.config
@@ -332,18 +342,19 @@ class Stream(WindowTask[Share]):
         for index, (row, own) in enumerate(zip(tokens, lessons, strict=True)):
             top, low = (_losses(*x, at + 1, row) for x in ((student, own.h), (teacher, own.theirs)))
             for name, added in self._added(own, lessons[:index] + lessons[index + 1 :]).items():
-                found = _losses(student, own.h + added, at + 1, row)
+                found = _losses(student, own.h + added.astype(own.h.dtype), at + 1, row)
                 start = len(row) // 3 * (2 if name == FROZEN else 1)
                 above, between, below = (float(x[start:].mean()) for x in (top, found, low))
-                share = (above - between) / (above - below)
-                records.append(Share(index, name, share, above - below))
+                if not (headroom := above - below):
+                    raise UserError(f"window {self.window} loses nothing: no layer has attention")
+                records.append(Share(index, name, (above - between) / headroom, headroom))
         return records
 
     def _added(self, own: "_Lesson", others: "list[_Lesson]") -> dict[str, jax.Array]:
         """What every memory adds to the student's stream after the layer."""
         read = functools.partial(_remembered, corrects=True, rate=self.rate)
-        gram = sum(x.z.T @ x.z for x in others)
-        linear = _fitted(gram, sum(x.z.T @ x.stream for x in others), 1.0)
+        grams = (_gram(x.z, x.stream) for x in others)
+        linear = _fitted(*map(sum, zip(*grams, strict=True)), 1.0)
         foreign = read(others[0].z, others[0].stream)[1]
         return {
             STREAM: read(own.z, own.stream)[0],
@@ -391,7 +402,7 @@ class _Lesson(NamedTuple):
 def _lesson(teacher: InferenceModel, student: InferenceModel, row: jax.Array, stop: int) -> _Lesson:
     start = _embedded(teacher, row[None])
     (h, z, y), (theirs, _, x) = (_through(x, start, range(stop)) for x in (student, teacher))
-    return _Lesson(h, theirs, z[0], (theirs - h)[0], (x - y)[0])
+    return _Lesson(h, theirs, *_wide((z[0], (theirs - h)[0], (x - y)[0])))
 
 
 def _through(model: InferenceModel, h: jax.Array, layers: range) -> tuple[jax.Array, Any, Any]:

@@ -55,7 +55,7 @@ class OnDrawnData(Task):
         return config
 
     def chance(self, subject: Subject) -> float:
-        return self.data_of(subject).chance_accuracy
+        return 1 / self.data_of(subject).num_values
 
 
 @register
@@ -101,7 +101,7 @@ class Needle(OnDrawnData):
     name = "needle"
     title = "Needles read back"
     data = SyntheticConfig
-    x_label = "tokens between the value and the query"
+    x_label = "tokens of other facts between the value and the query"
     rank = 46
 
     distances: Annotated[tuple[Positive, ...], DISTINCT] = (16, 32, 64, 128, 256, 512)

@@ -109,12 +109,7 @@ def measured(
 
 def _of_memories(field: str) -> Callable[[Forward], Any]:
     """A field of `MemoryStats` [fast layers], of a model that has it."""
-
-    def measure(forward: Forward) -> Any:
-        found = getattr(forward.stats, field, None)
-        return {} if found is None else found
-
-    return measure
+    return lambda forward: {} if (x := getattr(forward.stats, field, None)) is None else x
 
 
 def distillation(model: Transformer, batch: Batch, num_parts: int) -> Metrics:

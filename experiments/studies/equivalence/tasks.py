@@ -346,12 +346,12 @@ class Distribution(Equivalence):
 
 def predictions(pair: Pair, rows: Arrays, batch_size: int) -> Distances:
     """The distances [rows, T] of the predictions of the rows' targets."""
-    heads, parts = [x.model.head_weight() for x in pair], []
-    for index, count in batches(len(rows["tokens"]), batch_size):
+    heads, parts, count = [x.model.head_weight() for x in pair], [], len(rows["tokens"])
+    for index in batches(count, batch_size):
         hidden = [x.hidden(rows["tokens"][index]) for x in pair]
         found = distances(hidden, heads, rows["targets"][index])
-        parts.append([np.asarray(x)[:count] for x in found])
-    return Distances(*map(np.concatenate, zip(*parts, strict=True)))
+        parts.append([np.asarray(x) for x in found])
+    return Distances(*(np.concatenate(x)[:count] for x in zip(*parts, strict=True)))
 
 
 def summarize(found: Distances) -> Iterator[Cell]:

@@ -39,11 +39,6 @@ class SyntheticConfig(Config, abc.ABC):
     def vocab_size(self) -> int:
         return self.num_keys + self.num_values
 
-    @property
-    def chance_accuracy(self) -> float:
-        """Accuracy of guessing among all values."""
-        return 1 / self.num_values
-
     @abc.abstractmethod
     def row(self, rng: Rng) -> Fields:
         """(tokens, targets, distance) [T] int32; `distance` counts the positions from a question
