@@ -118,15 +118,9 @@ def test_no_row_of_a_batch_is_left_to_read_its_own(count, batch, devices, monkey
     scorer, seen = Scorer(_model("ipttcd"), batch_size=batch), []
     monkeypatch.setattr(rules, "axis_size", lambda name: devices if name == "data" else 1)
 
-<<<<<<< HEAD
-    def noted(rows, lengths, control):
-        seen.append(rows[:, 0, 0].tolist())
-        return np.zeros((2, *rows.shape[:2]))
-=======
     def noted(pairs, lengths, control):
         seen.append(pairs[:, 0, 0].tolist())
         return np.zeros((2, *pairs.shape[:2]))
->>>>>>> r44_3
 
     monkeypatch.setattr(scorer, "_in_one_pass", noted)
     assert len(scorer.controlled([np.full(9, n) for n in range(count)], "foreign")) == count
