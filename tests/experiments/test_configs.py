@@ -32,6 +32,7 @@ METHOD_LABELS = {
     **{"swa": "SWA", "full": "full attention", "ipttcd": "IP-TTCD", "ipttt": "IP-TTT"},
     **{"ipttcd_ideal": "ideal IP-TTCD", "lact": "LaCT", "deltanet": "DeltaNet"},
     **{"gated_deltanet": "Gated DeltaNet", "deltanet_hybrid": "SWA + DeltaNet"},
+    "ipttcd_stream": "IP-TTCD of the stream",
 }
 METHODS = ("swa", "full", "ipttt", "ipttcd", "deltanet", "gated_deltanet", "lact")
 # As published, or derived from what is: dim, heads, mlp_dim, rows of a batch, billions of tokens;

@@ -1,5 +1,5 @@
-"""The IP-TTCD MLP: a SwiGLU whose down projection holds the features that the student's short
-window missed.
+"""The IP-TTCD MLP: a SwiGLU whose down projection stores the difference between the features of a
+teacher with a long window and a student with a short one.
 
     z_target = conv_T(feat(x)),  z_student = conv_S(feat(t))             both inside their chunk
     e = sigmoid(t . b) * ((z_target - z_student) W_base) P,  k = z_student / |z_student|
