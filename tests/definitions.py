@@ -113,8 +113,8 @@ def in_place(settings, params: dict, x, t, ids):
     return jnp.stack([read.z_out @ read.weight for read in reads]), end
 
 
+# Without a gap the errors are those of a student that sees what the teacher sees.
 def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read], jax.Array]:
-    """Without a gap the errors are those of a student that sees what the teacher sees."""
     T, w, is_target = len(x), params["down"], hasattr(settings, "target")
     is_ideal = not hasattr(settings, "has_proj")
     corrects = not is_ideal and settings.corrects_errors
