@@ -94,7 +94,8 @@ class StreamsAttention(DualWindowAttention, config=StreamsConfig):
         # Not both windows at once, where they share an input: the student alone is this to the bit.
         wide, short = ((window,) for window in self.windows)
         (own,) = self.over_row(x if student is None else student, row, short)
-        return Views(*self.over_row(x, row, wide), own), None
+        (teacher,) = self.over_row(x, row, wide)
+        return Views(teacher, own), None
 
     def start(self, batch_size: int, max_length: int | None) -> Caches:
         configs = (self.config.replace(window=window) for window in self.windows)
