@@ -115,10 +115,9 @@ def in_place(settings, params: dict, x, t, ids):
 
 # Without a gap the errors are those of a student that sees what the teacher sees.
 def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read], jax.Array]:
-    T, w, is_target = len(x), params["down"], hasattr(settings, "target")
-    is_ideal = not hasattr(settings, "has_proj")
+    T, w, document = len(x), params["down"], ids if settings.resets_at_document else 0 * ids
+    is_target, is_ideal = hasattr(settings, "target"), not hasattr(settings, "has_proj")
     corrects = not is_ideal and settings.corrects_errors
-    document = ids if settings.resets_at_document else 0 * ids
 
     def features(h):
         return jax.nn.silu(h @ params["gate"]) * (h @ params["up"])
@@ -142,11 +141,10 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
             z_out = {"teacher": teacher, "teacher_raw": z[p], "student": student}[settings.output]
             key = _unit(student) if settings.normalizes_keys else student
             seen = student if has_gap else convolved(z, "student_conv", p)
-            values = {"difference": teacher - seen, "teacher": teacher, "student": seen}
-            error = values[settings.error] @ w
+            error = _written(settings, teacher, seen) @ w
             error = _unit(error) if settings.normalizes_errors else error
             view = {"student": t, "teacher": x}[settings.gate][p]
-            gate = view @ params["rate"] if "rate" in params else jnp.inf
+            gate = (view @ params["rate"]) if "rate" in params else jnp.inf
             error = (rate := 1 / (1 + jnp.exp(-gate))) * error
         error = error @ params["proj"] if "proj" in params else error
         return (z_out, *views), (key, error, rate)
@@ -176,6 +174,11 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
             states[d] = _ended(settings, w, base, total + delta, count + 1)
     base, total, _ = states[document[-1]]
     return [reads[p] for p in range(T)], _held(settings, w, base + settings.eta * total)
+
+
+def _written(settings, teacher, student):
+    """The features of which the error is made."""
+    return {"difference": teacher - student, "teacher": teacher, "student": student}[settings.error]
 
 
 def _convolved(settings, document, vectors, taps, p):
