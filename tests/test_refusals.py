@@ -19,7 +19,7 @@ from small_models import FLOAT64, byte_model, config_of, recipe, small_attention
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.sampling import SamplingConfig
-from ttcd_jax.methods.delta_net import DeltaNetConfig, DeltaRuleConfig
+from ttcd_jax.methods.delta_net import DeltaNetConfig, DeltaRuleConfig, DeltaSublayerConfig
 from ttcd_jax.methods.ipttcd import IPTTCDMLP, IPTTCDConfig, MemoryConfig
 from ttcd_jax.methods.lact import LaCTConfig, LaCTMemoryConfig
 from ttcd_jax.models.config import TransformerConfig
@@ -71,6 +71,7 @@ FOLDING = {"folds_state": True, "resets_at_document": False}
 TARGETS = {"method": "ipttt", "fast_layers": (0,)}
 DELTA = {"dim": 6, "num_heads": 2, "head_dim": 4, "precision": FLOAT64}
 DELTA |= {"rule": DeltaRuleConfig(value_expansion=1.3)}
+BEFORE = DeltaRuleConfig(conv_init="previous")
 WINDOWS = {"attention": small_attention(window=4), "student_window": 5}
 # The call, its arguments, and what the line must name.
 CASES = [
@@ -83,6 +84,7 @@ CASES = [
     (in_place, {"student_conv_init": "previous", "num_taps": 1}, "num_taps=1|use 2"),
     (in_place, {"half_lives": (8.0,) * 4}, "4 half_lives|6 columns"),
     (in_place, {"output": "teacher_raw", "has_teacher_conv": False}, "'teacher_raw'|use 'teacher'"),
+    (in_place, {"gate": "teacher", "has_token_rate": False}, "'teacher'|set has_token_rate=True"),
     (in_place, {"folds_state": True}, "folds_state|set resets_at_document=False"),
     (in_place, {"form": "attention", "orthogonalizes_updates": True}, "'attention'|orthogonalizes"),
     (in_place, {"corrects_errors": True, "form": "blocked"}, "no other form|'auto'"),
@@ -94,6 +96,8 @@ CASES = [
     (in_place, {"decay": "gated"}, "'gated'|set half_lives="),
     (in_place, FOLDING | {"half_lives": (8.0,)}, "folds_state|set half_lives=()"),
     (DeltaNetConfig, DELTA, "head_dim 4|value_expansion 1.3|5.2"),
+    (DeltaNetConfig, DELTA | {"rule": BEFORE.replace(num_taps=1)}, "num_taps=1|use 2"),
+    (DeltaSublayerConfig, DELTA | {"rule": BEFORE}, "no convolution|or take method gated_deltanet"),
     (lact, {"attention": {"num_kv_heads": 1}}, "num_kv_heads 1|num_heads 2"),
     (lact, {"attention": {"head_dim": 2}}, "num_heads 2|head_dim 2|dim 8"),
     (lact, {"attention": {"has_qk_norm": True}}, "set memory.has_qk_norm"),

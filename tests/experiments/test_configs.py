@@ -84,6 +84,7 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
 SAID = {
     " + delta rule": ("delta", "delta rule"),
     " + decay": ("forgetting", "that forgets"),
+    ", errors of the teacher alone": ("teacher", "view"),
     ", eta = 0": ("eta0", "writes nothing"),
     ", no gap": ("no_gap", "equal windows"),
 }
@@ -98,6 +99,7 @@ def test_label_name_and_first_line_of_a_recipe_say_what_it_is(name):
     is_said = {
         " + delta rule": bool(facts["corrects_errors"]) and not is_off,
         " + decay": bool(facts["half_lives"]) and not is_off,
+        ", errors of the teacher alone": getattr(memory, "error", None) == "teacher",
         ", eta = 0": is_off,
         ", no gap": is_distilled and model.window == model.student_window,
     }

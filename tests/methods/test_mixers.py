@@ -129,4 +129,3 @@ def test_keys_of_the_delta_rule_can_start_at_the_token_before(float64):
         expected = np.zeros((4, 8))
         expected[3 - lag] = 1
         checks.assert_same(getattr(layer, f"{name}_conv")[...], expected)
-    checks.refused("has no tap for the token before", rule.replace, num_taps=1)

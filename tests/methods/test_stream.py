@@ -177,43 +177,38 @@ def test_without_a_gap_or_a_read_the_model_is_the_windowed_one_to_the_bit(dtype)
     plain, _ = run(_of_rows(config.replace(**changes), rows))
     silent = config.replace(memory=config.memory.replace(eta=0.0))
     alone = config.memory.frozen(config)
-    for other in (config.replace(window=3), silent, alone):
+    for other, share, words in (
+        *((config.replace(window=3), 0, ", no gap"), (silent, 1, ", eta = 0")),
+        (alone, None, ", frozen"),
+    ):
         hidden, stats = run(_of_rows(other, rows))
         assert_same(hidden, plain)
         assert not stats.memory_ratio[0], "nothing is written, or nothing read"
+        assert (stats.window_share, other.label) == (share, f"IP-TTCD of the stream{words}")
     assert distance(run(_of_rows(config, rows))[0], plain) > 0.01
 
 
-@functools.cache
-def _read(window: int | None):
-    config = _config(window=window, student_window=3, sink_tokens=2)
-    model = randomize(Transformer, config)
-    return inference_model(model), np.asarray(nnx.jit(lambda x: x(jnp.asarray(TOKENS)))(model))
-
-
 @pytest.mark.parametrize(("window", "split", "size"), [(9, 7, 3), (None, 10, 8)])
-def test_pieces_and_single_tokens_of_both_streams_are_one_pass(window, split, size, float64):
-    model, want = _read(window)
+def test_pieces_and_single_tokens_are_one_pass_and_the_student_goes_on_alone(
+    window, split, size, float64, tmp_path
+):
+    """With what the memory holds, whatever was read before; on disk too."""
+    config = _config(window=window, student_window=3, sink_tokens=2)
+    rows, start = _rows(whole := randomize(Transformer, config)), 18
+    model, want = inference_model(whole), nnx.jit(lambda x: x(jnp.asarray(TOKENS)))(whole)
     state = start_state(model, 2, max_length=T)
     logits, state = prefill(model, state, TOKENS[:, :split], piece_size=size)
-    assert_close(np.asarray(logits), want[:, split - 1])
+    assert_close(logits, want[:, split - 1])
     _, state = prefill(model, state, TOKENS[:, split : split + 6], piece_size=size)
     for t in range(split + 6, T):
+        if t == start:
+            read = jax.tree.map(jnp.copy, state)
         logits, state = decode(model, state, TOKENS[:, t])
-        assert_close(np.asarray(logits), want[:, t])
-
-
-@pytest.mark.parametrize("window", [9, None])
-def test_the_student_goes_on_alone_with_what_the_memory_holds(window, float64, tmp_path):
-    """Whatever was read before; on disk too."""
-    model, _ = _read(window)
-    start, until = 14, 14 // CHUNK * CHUNK
-    rows = _rows(randomize(Transformer, model.config))
-    ids = np.zeros(T, np.int32)
-    defined = jax.jit(lambda tokens: _defined(model.config, rows, tokens, ids, until)[0])
+        assert_close(logits, want[:, t])
+    args = np.zeros(T, np.int32), start // CHUNK * CHUNK
+    defined = jax.jit(lambda tokens: _defined(config, rows, tokens, *args)[0])
     want = np.stack([defined(tokens) for tokens in TOKENS]) @ np.asarray(model.head[...]).T
-    _, state = prefill(model, start_state(model, 2, max_length=T), TOKENS[:, :start])
-    alone, state = frozen(model, state)
+    alone, state = frozen(model, read)
     assert max(x.shape[1] for x in jax.tree.leaves(state.layers[0])) == 3, "the student's ring"
     logits, state = prefill(alone, state, TOKENS[:, start : start + 3])
     assert_close(np.asarray(logits), want[:, start + 2])
@@ -274,13 +269,8 @@ def test_it_starts_as_the_task_stream_measures_without_training(float64):
     silent, rows = config.replace(memory=memory.replace(eta=0.0)), _rows(model)
 
     def losses(config):
-        run = nnx.jit(
-            lambda model, x: jax.nn.log_softmax(model(x[None])[0, :-1])[
-                jnp.arange(length - 1), x[1:]
-            ]
-        )
-        other = _of_rows(config, rows)
-        return [-float(run(other, jnp.asarray(x))[length // 3 :].mean()) for x in documents]
+        scores = task.scorer(subject, "", _of_rows(config, rows)).losses(documents)
+        return np.array([x.losses[length // 3 :].mean() for x in scores])
 
-    above, between, below = (np.array(losses(x)) for x in (silent, config, full))
+    above, between, below = map(losses, (silent, config, full))
     np.testing.assert_allclose((above - between) / (above - below), shares, rtol=1e-6)

@@ -16,10 +16,8 @@ def test_the_settings_of_a_method_reach_its_layer(method):
 
 
 def test_a_memory_switched_off_changes_one_setting_and_nothing_else():
-    changed = {
-        method: {"eta": 0.0} for method in ("ipttcd", "ipttcd_ideal", "ipttt", "ipttcd_stream")
-    }
-    changed["lact"] = {"chunk_size": 12}
+    with_rate = ("ipttcd", "ipttcd_ideal", "ipttt", "ipttcd_stream")
+    changed = {x: {"eta": 0.0} for x in with_rate} | {"lact": {"chunk_size": 12}}
     for method in METHODS:
         config = config_of(method)
         off = None

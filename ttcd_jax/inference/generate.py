@@ -92,7 +92,8 @@ class Generation(Iterator[Event]):
     ) -> None:
         self._freezes = memory == "frozen"
         if memory == "frozen":
-            memory, _ = "kept", (model.config.settings or Settings()).frozen(model.config)
+            (model.config.settings or Settings()).frozen(model.config)  # raises without a student
+            memory = "kept"
         if not requests:
             raise UserError("nothing to generate: there is no request")
         prompts = _prompts(model, tokenizer, requests, state)

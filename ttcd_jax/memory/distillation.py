@@ -14,7 +14,8 @@ z_T and z_S are the features that the layer's error compares (`InPlaceMLP.views`
 convolutions and before keys are normalized, whatever the layer itself reads. Gate, P, normalization
 and eta are in W_i. The target is the base weight's, with the memory on and off. Proposition 1 is
 about y_T . (y - y_S) > 0. The published layer adds z_T W_i to the residual stream; its change by
-the memory is measured as well, in units of |y_T|.
+the memory is measured as well, in units of |y_T|. A memory of the stream (`ipttcd_stream`) moves
+the student's stream towards a teacher's that reads nothing: gap both is gap on.
 """
 
 import functools

@@ -46,11 +46,6 @@ class DeltaRuleConfig(registry.Settings):
     value_expansion: PositiveFloat = 1
     chunk_size: Positive = 64
 
-    def validate(self) -> None:
-        super().validate()
-        if self.conv_init == "previous" and self.num_taps == 1:
-            raise UserError("a convolution of num_taps=1 has no tap for the token before: use 2")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaSublayerConfig(Dims, SublayerConfig):
@@ -68,6 +63,13 @@ class DeltaSublayerConfig(Dims, SublayerConfig):
     rule: DeltaRuleConfig = DeltaRuleConfig()
 
     def validate(self) -> None:
+        if self.rule.conv_init == "previous" and "k_conv1d.weight" not in self.reference_names:
+            raise UserError(
+                "the bare sub-layer has no convolution to start at the token before: leave out "
+                "conv_init='previous', or take method gated_deltanet_hybrid"
+            )
+        if self.rule.conv_init == "previous" and self.rule.num_taps == 1:
+            raise UserError("a convolution of num_taps=1 has no tap for the token before: use 2")
         exact = self.head_dim * self.rule.value_expansion
         if self.value_head_dim < 1 or not math.isclose(exact, self.value_head_dim):
             raise UserError(

@@ -30,7 +30,6 @@ from ttcd_jax.nn.row import Control, Hidden, Piece, Row, after_tail, next_tail, 
 from ttcd_jax.precision import Precision
 
 type Tree = tuple[Any, ...]  # a NamedTuple of arrays by token, or None
-type Source = Hidden | tuple[Hidden, ...]
 ConvInit = Literal["zeros", "identity", "previous", "normal"]
 ProjInit = Literal["identity", "gaussian_diagonal", "zeros", "normal"]
 
@@ -47,7 +46,9 @@ class InPlaceSettings(Settings):
 
     @property
     def words(self) -> str:
-        return "" if self.eta else ", eta = 0"
+        return "".join(x for x, is_on in self.rules.items() if is_on) if self.eta else ", eta = 0"
+
+    rules: ClassVar[Any] = {}  # words of a label -> whether they are true of a memory that is read
 
     def switched_off(self, length: int) -> "InPlaceSettings":
         return self.replace(eta=0.0)
@@ -121,9 +122,8 @@ class PrefixSettings(InPlaceSettings):
         return proj + self.corrects_errors * self.correction_flops(mlp, length)
 
     @property
-    def words(self) -> str:
-        rules = {" + delta rule": self.corrects_errors, " + decay": self.half_lives}
-        return super().words or "".join(x for x, is_on in rules.items() if is_on)
+    def rules(self) -> dict[str, Any]:
+        return {" + delta rule": self.corrects_errors, " + decay": self.half_lives}
 
     @property
     def is_linear_in_proj(self) -> bool:
@@ -178,11 +178,9 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     `tokens` (of each token alone), `convolved` (the same inside chunks), `operands` (of reads and
     writes), `memory`."""
 
-    config_class: ClassVar[type[InPlaceConfig]]
-
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         super().__init__(config.mlp, rngs=rngs)
-        self.settings = config.memory
+        self.settings, self.has_teacher = config.memory, config.has_teacher
 
     def __call__(
         self, x: Hidden, t: Hidden, segment_ids: Int[Array, "B T"] | None = None
@@ -205,7 +203,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     def remember(
         self,
         x: Hidden,
-        t: Source,
+        t: Any,
         segment_ids: Int[Array, "B T"] | None = None,
         *,
         measures: bool = False,
@@ -228,8 +226,9 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
             given = f"{type(memory).__name__}.read gives y {list(y.shape)} by row and chunk"
             raise UserError(f"{given}, and the layer needs {list(wanted)}")
         if not measures:
-            share = self._window_share(convolved, writes, segments, length)
-            return from_chunks(y, length), self._stats(size, getattr(tokens, "beta", None), share)
+            stats = self._stats(size, getattr(tokens, "beta", None))
+            share = self._window_share(size, (convolved, writes, segments), length)
+            return from_chunks(y, length), stats._replace(window_share=share)
 
         def read(z: jax.Array) -> jax.Array:
             return over_rows(memory, z, writes, segments, length=length)[0]
@@ -238,8 +237,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         windows = measured[-1]
         if (free := self.without_gap(convolved, segments)) is not None:
             windows = y - over_rows(memory, reads, free, segments, length=length)[0]
-        power = self.move_power
-        found = distances(*measured, windows=windows, segments=segments, power=power)
+        found = distances(*measured, windows=windows, segments=segments, power=self.move_power)
         return from_chunks(y, length), jax.tree.map(lambda x: from_chunks(x, length), found)
 
     def compared(
@@ -255,35 +253,28 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         return teacher, student, remembered, both, y - plain
 
     def _window_share(
-        self, convolved: Convolved, writes: Tree, segments: jax.Array | None, length: int
+        self, size: Float[Array, " B"], row: Tree, length: int
     ) -> Float[Array, ""] | None:
-        """`MemoryStats.window_share`. One chunk's errors are made again, 2 F D + 2 D^2 FLOPs per
-        token of it: at most a twelfth of the layer's forward, divided by the chunks of a row."""
-        if not self.config_class.has_teacher:
+        """`MemoryStats.window_share` of (convolved, writes, segments). One chunk's errors are made
+        again, 2 F D + 2 D^2 FLOPs per token of it: at most a twelfth of the layer's forward,
+        divided by the chunks of a row."""
+        if not self.has_teacher:
             return None
-        last = jax.lax.stop_gradient(
-            jax.tree.map(lambda x: x[:, -1:], (convolved, writes, segments))
-        )
-        if (free := self.without_gap(last[0], last[2])) is None:
-            return jnp.ones((), jnp.float32)
-        size = self.settings.chunk_size
-        mask = memory_mask(last[2], (length - 1) % size + 1, size).writes
-        errors = masked(last[1].errors.astype(jnp.float32), mask)
-        left = masked(free.errors.astype(jnp.float32), mask)
+        convolved, writes, segments = jax.lax.stop_gradient(jax.tree.map(lambda x: x[:, -1:], row))
+        if (free := self.without_gap(convolved, segments)) is None:
+            return size.any().astype(jnp.float32)
+        chunk = self.settings.chunk_size
+        mask = memory_mask(segments, (length - 1) % chunk + 1, chunk).writes
+        errors, left = (masked(x.errors.astype(jnp.float32), mask) for x in (writes, free))
         squares = jnp.sum(errors**2)
         return jnp.sum((errors - left) ** 2) / jnp.where(squares > 0, squares, 1)
 
-    def _stats(
-        self,
-        size: Float[Array, " B"],
-        beta: Float[Array, "B T"] | None,
-        window_share: Float[Array, ""] | None,
-    ) -> MemoryStats:
+    def _stats(self, size: Float[Array, " B"], beta: Float[Array, "B T"] | None) -> MemoryStats:
         """`size`: |S|_F, of the sum without eta."""
         base = jax.lax.stop_gradient(self.down[...]).astype(jnp.float32)
         gate = jnp.ones(()) if beta is None else jax.lax.stop_gradient(beta).mean()
         ratio = abs(self.settings.eta) * size.mean() / jnp.linalg.norm(base)
-        return MemoryStats(ratio, gate.astype(jnp.float32), window_share)
+        return MemoryStats(ratio, gate.astype(jnp.float32))
 
     def start(self, batch_size: int, max_length: int | None = None) -> InPlaceState:
         """The state before rows begin. Raises `UserError` for a layer whose output depends on later
@@ -303,12 +294,11 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
             writes = self.operands(self.convolved(chunks, None))[1]
             return tokens, jax.tree.map(lambda x: x[:, 0], writes)
 
+        def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros((batch_size, self.look_back, *x.shape[2:]), x.dtype)
+
         tokens, writes = jax.eval_shape(one_chunk, x)
-        tail = None
-        if self.look_back:
-            tail = jax.tree.map(
-                lambda x: jnp.zeros((batch_size, self.look_back, *x.shape[2:]), x.dtype), tokens
-            )
+        tail = jax.tree.map(zeros, tokens) if self.look_back else None
         return InPlaceState(start_pieces(self.memory(size), batch_size, writes), tail)
 
     def extend(
@@ -337,8 +327,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         y, open_chunk = over_piece(self.memory(size), state.chunks, reads[:, lead:], writes, piece)
         if piece.is_plain is not None:
             y = jnp.where(piece.is_plain[:, None, None], self.plain(x), y)
-        tail = state.tail
-        if tail is not None:
+        if (tail := state.tail) is not None:
             tail = inside_open_chunk(next_tail(tail, tokens, piece), piece, size)
         return y, InPlaceState(open_chunk, tail)
 
@@ -381,8 +370,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         return PrefixMemory(w_base, options.at_length(length, *w_base.shape))
 
     def log_decay(self, x: Hidden) -> Float[Array, "B T Q"] | None:
-        """The logarithm of the share of the memory's groups of columns that is left after every
-        token."""
+        """The logarithm of the share of every group of columns that is left after a token."""
         settings, dtype = self.settings, self.config.precision.state_dtype
         if not settings.half_lives:
             return None
@@ -435,17 +423,15 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         return param(taps, ("taps", axis), is_operand=False)
 
 
-def controlled(writes: Tree, control: Control | None) -> Tree:
+def controlled(writes: Any, control: Control | None) -> Any:
     """The writes [B, C, L, ...] of a control. Shuffled keys, of writes that have `keys`, take one
     cycle through the tokens of their chunk, so that none stays in its place."""
     if control == "foreign":
         return jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), writes)
     if control == "shuffled":
-        keys: Array = cast(Any, writes).keys
-        order = np.random.default_rng(0).permutation(keys.shape[2])
-        source = np.empty_like(order)
-        source[order] = np.roll(order, 1)
-        return cast(Any, writes)._replace(keys=keys[:, :, source])
+        order = np.random.default_rng(0).permutation(writes.keys.shape[2])
+        source = np.roll(order, 1)[np.argsort(order)]
+        return writes._replace(keys=writes.keys[:, :, source])
     return writes
 
 

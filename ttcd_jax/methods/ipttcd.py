@@ -71,9 +71,8 @@ class MemoryConfig(in_place.PrefixSettings):
 
     def validate(self) -> None:
         super().validate()
-        if self.renorm_chunks is not None and (
-            self.form not in ("auto", "blocked") or self.folds_state
-        ):
+        is_prefix = self.form in ("auto", "blocked") and not self.folds_state
+        if self.renorm_chunks is not None and not is_prefix:
             raise UserError(
                 "renorm_chunks is its own loop: it knows neither another form than 'blocked' "
                 "nor folds_state"
@@ -88,6 +87,8 @@ class MemoryConfig(in_place.PrefixSettings):
                 "output 'teacher_raw' names features before a convolution that is off; "
                 "use 'teacher'"
             )
+        if self.gate == "teacher" and not self.has_token_rate:
+            raise UserError("gate 'teacher' opens a gate that is off: set has_token_rate=True")
         if self.form == "attention" and self.orthogonalizes_updates:
             raise UserError("form 'attention' does not know orthogonalizes_updates")
         if self.corrects_errors and not self.normalizes_keys:
@@ -100,6 +101,10 @@ class MemoryConfig(in_place.PrefixSettings):
                 "corrects_errors has its own update: it knows neither renorm_chunks nor "
                 "orthogonalizes_updates"
             )
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        return super().rules | {f", errors of the {self.error} alone": self.error != "difference"}
 
     @property
     def is_linear_in_proj(self) -> bool:
@@ -193,9 +198,8 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
         z_out = {"teacher": z_target, "teacher_raw": teacher, "student": keys}[settings.output]
         if settings.normalizes_keys and settings.output == "student":
             keys = l2_normalize(keys, settings.zero_slope)
-        if settings.error != "difference":
-            difference = z_target if settings.error == "teacher" else z_target - difference
-        errors = weight_product(difference, self.down[...].astype(dtype))
+        values = {"teacher": z_target, "student": z_target - difference, "difference": difference}
+        errors = weight_product(values[settings.error], self.down[...].astype(dtype))
         if settings.normalizes_errors:
             errors = l2_normalize(errors, settings.zero_slope)
         if beta is not None:

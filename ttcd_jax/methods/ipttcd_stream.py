@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 from ttcd_kernels.normalize import l2_normalize
 
 from ttcd_jax.axes import param
-from ttcd_jax.config import Bound, NonNegativeFloat
+from ttcd_jax.config import Bound, NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.pieces import OpenChunk
 from ttcd_jax.memory.prefix import PrefixOptions, Sum, Writes
@@ -33,7 +33,7 @@ from ttcd_jax.memory.running import CorrectingMemory
 from ttcd_jax.methods import registry
 from ttcd_jax.methods.in_place import InPlaceConfig, InPlaceMLP, InPlaceSettings, InPlaceState
 from ttcd_jax.nn.attention import DualWindowAttention, DualWindowConfig, start_cache
-from ttcd_jax.nn.block import BlockConfig, Names, Output, Views
+from ttcd_jax.nn.block import BlockConfig, Names, Views
 from ttcd_jax.nn.mlp import MLPConfig
 from ttcd_jax.nn.product import product, weight_product
 from ttcd_jax.nn.row import Hidden, Piece, Row
@@ -61,6 +61,10 @@ class StreamMemoryConfig(InPlaceSettings):
     stops_teacher: bool = False
     is_frozen: bool = False
 
+    @property
+    def rules(self) -> dict[str, Any]:
+        return {", the layer's error": self.target == "layer", ", frozen": self.is_frozen}
+
     def frozen(self, config: registry.ModelConfig) -> registry.ModelConfig:
         return config.replace(window=config.student_window, memory=self.replace(is_frozen=True))
 
@@ -74,13 +78,9 @@ class Caches(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamsConfig(DualWindowConfig):
-    """Attention of both streams. `is_first`: in the first layer, where both have one input."""
+    """Attention of both streams, of which `num_streams` come in: one before the first layer."""
 
-    is_first: bool
-
-    @property
-    def num_streams(self) -> int:
-        return 1 if self.is_first else 2
+    num_streams: Positive
 
     def flops(self, length: int) -> int | float:
         student = self.attention.replace(window=self.student_window)
@@ -90,12 +90,12 @@ class StreamsConfig(DualWindowConfig):
 class StreamsAttention(DualWindowAttention, config=StreamsConfig):
     """(h_T, h_S), normed, each [B, T, D] -> what attention adds to each, under its own window."""
 
-    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Any, None]:
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Views, None]:
         # Not both windows at once, where they share an input: the student alone is this to the bit.
         wide, short = ((window,) for window in self.windows)
-        under: Any = super().forward
-        own, _ = under(x if student is None else student, row, windows=short)
-        return Views(under(x, row, windows=wide)[0], own), None
+        (own,) = self.over_row(x if student is None else student, row, short)
+        (teacher,) = self.over_row(x, row, wide)
+        return Views(teacher, own), None
 
     def start(self, batch_size: int, max_length: int | None) -> Caches:
         configs = (self.config.replace(window=window) for window in self.windows)
@@ -103,23 +103,15 @@ class StreamsAttention(DualWindowAttention, config=StreamsConfig):
 
     def extend(
         self, x: Hidden, piece: Piece, state: Caches, student: Hidden | None = None
-    ) -> tuple[Output, Caches]:
+    ) -> tuple[Views, Caches]:
         wide, short = ((window,) for window in self.windows)
-        under: Any = super().extend
-        own, after = under(x if student is None else student, piece, state.student, windows=short)
-        teacher, cache = under(x, piece, state.teacher, windows=wide)
+        own = x if student is None else student
+        (own,), after = self.over_piece(own, piece, state.student, short)
+        (teacher,), cache = self.over_piece(x, piece, state.teacher, wide)
         return Views(teacher, own), Caches(cache, after)
 
     def frozen(self, state: Caches) -> KVCache:
         return state.student
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamsMLPConfig(MLPConfig):
-    """An MLP of both streams."""
-
-    def flops(self, length: int) -> int | float:
-        return 2 * super().flops(length)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,16 +120,19 @@ class StreamMemoryMLPConfig(InPlaceConfig):
     the teacher's stream."""
 
     reference_names: ClassVar[Names] = MLPConfig.reference_names | {"b_proj": ("rate", "same")}
-    has_teacher: ClassVar[bool] = True
 
     mlp: MLPConfig
     memory: StreamMemoryConfig
     goes_on: bool
 
+    @property
+    def has_teacher(self) -> bool:
+        return not self.memory.is_frozen
+
     def flops(self, length: int) -> int | float:
-        """The MLP of both streams, the memory's read and write, and what the delta rule needs."""
+        """The MLP of each stream, the memory's read and write, and what the delta rule needs."""
         correction = self.memory.correction_flops(self.mlp, length)
-        return (6 + 2) * self.mlp.unit_flops(length) + correction
+        return (3 + 3 * self.has_teacher + 2) * self.mlp.unit_flops(length) + correction
 
 
 @jax.tree_util.register_dataclass
@@ -196,26 +191,23 @@ class StreamMemoryMLP(InPlaceMLP[Lesson, Lesson], config=StreamMemoryMLPConfig):
     def frozen(self, state: InPlaceState) -> InPlaceState:
         return state._replace(chunks=OpenChunk(state.chunks.memory, None))
 
-    def source(self, x: Hidden, row: Row | Piece, student: Hidden | None) -> Views:
+    def source(self, x: Hidden, row: Any, student: Hidden | None) -> tuple[Hidden, Hidden]:
         """x is the student's, `student` the teacher's: the teacher's stream after the layer less
         the student's before its MLP, and the rate's source. The student alone learns nothing."""
         if student is None:
-            return Views(self.plain(x), x)
-        streams: Any = row.streams
-        teacher, own = streams
-        if self.settings.stops_teacher:
-            teacher, student = jax.lax.stop_gradient((teacher, student))
-        target = self.plain(student)
-        target = jax.lax.stop_gradient(target) if self.settings.stops_teacher else target
+            return self.plain(x), x
+        stops = jax.lax.stop_gradient if self.settings.stops_teacher else lambda x: x
+        (teacher, own), seen = row.streams, stops(student)
+        target = stops(self.plain(seen))
         if self.settings.target == "stream":
-            target = target + (teacher - own)
-        return Views(target, student if self.settings.rate_source == "teacher" else x)
+            target = target + (stops(teacher) - own)
+        return target, seen if self.settings.rate_source == "teacher" else x
 
     def tokens(self, x: Hidden, t: Any) -> Lesson:
-        pair: Any = t if isinstance(t, tuple) else (t, t)
-        (target, seen), z, rate = pair, self.features(x), self.settings.initial_rate
+        (target, seen), z = t if isinstance(t, tuple) else (t, t), self.features(x)
         wide = jnp.promote_types(self.config.precision.state_dtype, jnp.float32)
         logit = jnp.einsum("BTD,D->BT", seen.astype(wide), self.rate[...].astype(wide))
+        rate = self.settings.initial_rate
         beta = jax.nn.sigmoid(logit + math.log(rate / (1 - rate)))
         y = weight_product(z, self.w_base())
         return Lesson(l2_normalize(z), y, target - y, beta)
@@ -253,8 +245,8 @@ def _blocks(config: Any, settings: StreamMemoryConfig) -> tuple[BlockConfig, ...
     def block(layer: int) -> BlockConfig:
         mixer, mlp = attention.replace(window=config.student_window), config.mlp()
         if layer <= last and not settings.is_frozen:
-            mixer = StreamsConfig(**windows, is_first=not layer)
-            mlp = config.part(StreamsMLPConfig, hidden_dim=config.mlp_dim)
+            mixer = StreamsConfig(**windows, num_streams=2 if layer else 1)
+            mlp = mlp.replace(num_streams=2)
         if layer in config.fast_layers:
             options = {"memory": settings, "goes_on": layer < last}
             mlp = StreamMemoryMLPConfig(mlp=config.mlp(), **options)

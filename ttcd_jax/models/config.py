@@ -99,8 +99,8 @@ class TransformerConfig(ModelConfig):
     def without_gap(self, length: int) -> dict[str, int]:
         """The field to change, so that in rows of `length` tokens the student of a model with a
         teacher sees what the teacher sees: what the stream sees that goes on."""
-        is_student = self.settings is not None and self.settings.goes_on_as_student
-        return {"window" if is_student else "student_window": self.stream_window or length}
+        other = "student_window" if self.stream_window == self.window else "window"
+        return {other: self.stream_window or length}
 
 
 def block_configs(config: TransformerConfig) -> tuple[BlockConfig, ...]:

@@ -16,7 +16,7 @@ from ttcd_jax.nn.block import Dims, Mixer, Names, Output, SublayerConfig, Views
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.rope import RopeConfig, rotate
 from ttcd_jax.nn.row import Hidden, Piece, Row
-from ttcd_jax.nn.windows import KVCache, Outputs, Sinks, Windows, attend, attend_cached
+from ttcd_jax.nn.windows import KVCache, Sinks, Windows, attend, attend_cached
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,29 +128,32 @@ class Attention(Mixer, config=AttentionConfig):
         count = self.config.sink_tokens
         return Sinks(count, positions if count else None, logits)
 
-    def forward(
-        self, x: Hidden, row: Row, student: Hidden | None = None, windows: Windows | None = None
-    ) -> tuple[Output, None]:
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, None]:
+        return _output(self.over_row(x, row, self.windows)), None
+
+    def over_row(self, x: Hidden, row: Row, windows: Windows) -> list[Hidden]:
+        """What attention adds to the stream, under each of these windows."""
         implementation, sinks = self.config.attention_implementation, self.sinks(row.positions)
-        qkv, windows = self.project(x, row.positions), windows or self.windows
-        return self._out(attend(*qkv, row.segment_ids, windows, implementation, sinks)), None
+        qkv = self.project(x, row.positions)
+        seen = attend(*qkv, row.segment_ids, windows, implementation, sinks)
+        return [*map(self.project_out, seen)]
 
     def start(self, batch_size: int, max_length: int | None) -> KVCache:
         return start_cache(self.config, batch_size, max_length)
 
     def extend(
-        self,
-        x: Hidden,
-        piece: Piece,
-        state: KVCache,
-        student: Hidden | None = None,
-        windows: Windows | None = None,
+        self, x: Hidden, piece: Piece, state: KVCache, student: Hidden | None = None
     ) -> tuple[Output, KVCache]:
-        positions, windows = piece.positions(x.shape[1]), windows or self.windows
-        q, k, v = self.project(x, positions)
+        views, state = self.over_piece(x, piece, state, self.windows)
+        return _output(views), state
+
+    def over_piece(
+        self, x: Hidden, piece: Piece, state: KVCache, windows: Windows
+    ) -> tuple[list[Hidden], KVCache]:
+        qkv = self.project(x, positions := piece.positions(x.shape[1]))
         implementation, sinks = self.config.attention_implementation, self.sinks(positions)
-        seen, state = attend_cached(q, k, v, piece, state, windows, implementation, sinks)
-        return self._out(seen), state
+        seen, state = attend_cached(*qkv, piece, state, windows, implementation, sinks)
+        return [*map(self.project_out, seen)], state
 
     def project(
         self, h: Hidden, positions: Int[Array, "B T"]
@@ -168,13 +171,13 @@ class Attention(Mixer, config=AttentionConfig):
             k = rms_norm(k, self.key_norm[...], config.qk_norm_eps)
         return rotate(q, positions, config.rope), rotate(k, positions, config.rope), v
 
-    def _out(self, seen: Outputs) -> Output:
-        views = [self.project_out(heads) for heads in seen]
-        return Views(*views) if views[1:] else views[0]
-
     def project_out(self, heads: Float[Array, "B T N H"]) -> Hidden:
         flat = heads.reshape(*heads.shape[:2], -1)
         return linear(flat, self.out[...], self.config.precision.compute_dtype)
+
+
+def _output(views: list[Hidden]) -> Output:
+    return Views(*views) if views[1:] else views[0]
 
 
 def start_cache(config: AttentionConfig, batch_size: int, max_length: int | None) -> KVCache:

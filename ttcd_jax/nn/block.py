@@ -47,7 +47,9 @@ class SublayerConfig(Config, abc.ABC):
     # Whether the layer is a plain one plus a memory that rows can bypass.
     is_in_place: ClassVar[bool] = False
     # Whether the memory distills a teacher's features into a student's.
-    has_teacher: ClassVar[bool] = False
+    has_teacher: ClassVar[Any] = False
+    # Residual streams that come in; a teacher's and a student's are side by side.
+    num_streams: ClassVar[Any] = 1
 
     @property
     @abc.abstractmethod
@@ -63,11 +65,6 @@ class SublayerConfig(Config, abc.ABC):
     def write_param(self) -> str | None:
         """The parameter in which all writes of the layer's memory are linear, if there is one."""
         return None
-
-    @property
-    def num_streams(self) -> int:
-        """Residual streams before a mixer; a teacher's and a student's are side by side."""
-        return 1
 
     def build(self, *, rngs: nnx.Rngs) -> "Sublayer":
         return self.layer(self, rngs=rngs)

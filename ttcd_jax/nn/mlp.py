@@ -15,7 +15,7 @@ from ttcd_jax.nn.row import Hidden, Piece, Row
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLPConfig(Dims, SublayerConfig):
-    """F = `hidden_dim`."""
+    """F = `hidden_dim`, for each of `num_streams` residual streams."""
 
     reference_names: ClassVar[Names] = {
         "gate_proj.weight": ("gate", "linear"),
@@ -24,13 +24,14 @@ class MLPConfig(Dims, SublayerConfig):
     }
 
     hidden_dim: Positive
+    num_streams: Positive = 1
 
     def unit_flops(self, length: int) -> int | float:
         """One product of a row with a D by F matrix."""
         return 2 * length * self.dim * self.hidden_dim
 
     def flops(self, length: int) -> int | float:
-        return 3 * self.unit_flops(length)
+        return self.num_streams * 3 * self.unit_flops(length)
 
 
 class SwiGLU(Sublayer, config=MLPConfig):
