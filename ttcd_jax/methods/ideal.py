@@ -24,6 +24,8 @@ class IdealMemoryConfig(InPlaceSettings):
     """`eta` multiplies the mean over a chunk: eta / chunk_size per token, where `MemoryConfig.eta`
     multiplies the sum."""
 
+    stores_keys: ClassVar[bool] = False
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IdealConfig(InPlaceConfig):

@@ -48,6 +48,7 @@ class InPlaceSettings(Settings):
     def words(self) -> str:
         return "".join(x for x, is_on in self.rules.items() if is_on) if self.eta else ", eta = 0"
 
+    stores_keys: ClassVar[bool] = True  # whether it writes errors under keys
     rules: ClassVar[Any] = {}  # words of a label -> whether they are true of a memory that is read
 
     def switched_off(self, length: int) -> "InPlaceSettings":

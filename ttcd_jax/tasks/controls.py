@@ -15,7 +15,7 @@ from ttcd_jax.measure.by_document import Curve, Selection, cells, differences, m
 from ttcd_jax.measure.pictures import Picture, plot_bars
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Series, Subject, register, table_of
-from ttcd_jax.methods.in_place import PrefixSettings
+from ttcd_jax.methods.in_place import InPlaceSettings
 from ttcd_jax.models import config as models
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.row import Control
@@ -75,7 +75,8 @@ class Controls(FirstTokens[ControlLoss]):
         if not models.has_in_place_memory(config):
             raise UserError(f"method {config.method!r} has no memory in place to be controlled")
         settings = config.settings
-        has_keys = isinstance(settings, PrefixSettings) and settings.chunk_size > 1
+        assert isinstance(settings, InPlaceSettings)
+        has_keys = settings.stores_keys and settings.chunk_size > 1
         has_writes = any(block.write_param for block in models.block_configs(config))
         lacks = {
             "layers": "" if has_writes else "no parameter P, in which writes are linear",
