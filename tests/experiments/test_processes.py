@@ -131,7 +131,8 @@ def test_processes_that_differ_do_not_start(
     for process in start(command, [flags, [*flags, differing.format(tmp_path)]], 2):
         _, error = _end(process, UserError.exit_code)
         assert error.startswith("error: the processes of this job differ: ")
-        assert line.format(tmp_path, tmp_path) in error
+        # A long path of the test's folder is cut where it is shown.
+        assert line.format(tmp_path, tmp_path)[:100] in error
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
