@@ -37,7 +37,7 @@ quickstart: .venv ## train and evaluate on text and on evidence, make the page (
 	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=evidence
 	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=needle --by=prefill --distances=64,256,1024,4096,12288
 	$(LAUNCH) --gin=evidence_no_gap.gin --run_dir=$(RUNS)/evidence_no_gap
-	$(EVALUATE) --run_dir=$(RUNS)/evidence_no_gap --task=evidence --label='IP-TTCD, no gap'
+	$(EVALUATE) --run_dir=$(RUNS)/evidence_no_gap --task=evidence
 	@$(PYTHON) -m experiments.report --output=$(RUNS) --run_dir=$(RUNS)/text \
 	  --run_dir=$(RUNS)/text_swa --run_dir=$(RUNS)/evidence_no_gap --run_dir=$(RUNS)/evidence \
 	  --next='the page: open $(RUNS)/index.html' \
