@@ -88,7 +88,7 @@ class StudyConfig(Config):
     """`recipes`: .gin files of runs that differ in their method alone, the first of which is the
     base of all differences; each is trained with all `seeds`, those of `once` with the first.
 
-    `controls` of every recipe with a memory in place are trained beside it as RECIPE_CONTROL, equal
+    `controls` of every recipe with an in-place memory are trained beside it, RECIPE_CONTROL, equal
     runs once: "no_gap", the student's window is the teacher's; "eta0", nothing is written, so that
     the convolutions are left; "swa", neither; "swa_flops", the same for as many steps as cost the
     recipe's FLOPs; "gated_delta", after window attention the gated delta rule, whose keys start at

@@ -141,8 +141,8 @@ def test_what_has_no_such_control_is_refused_by_name(folder, tmp_path, float64):
     def refuse(words, name, text=folder, **options):
         refused(words, _measured, text, _model(name), **options)
 
-    refuse("method 'swa' has no memory in place", "swa")
-    refuse("method 'lact' has no memory in place", "lact")
+    refuse("method 'swa' has no in-place memory", "swa")
+    refuse("method 'lact' has no in-place memory", "lact")
     refuse("method 'ipttt' cannot have control 'no_gap': no teacher", "ipttt", controls=("no_gap",))
     for name in ("shuffled", "layers"):
         refuse(f"cannot have control '{name}': no", "ipttcd_ideal", controls=(name,))

@@ -13,7 +13,7 @@ from ttcd_jax.measure.results import evaluate
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
-from ttcd_jax.tasks.recall import Evidence, Needle, Recall, read_back
+from ttcd_jax.tasks.recall import Evidence, Needle, Recall, attention_reach, read_back
 
 DATA = EvidenceConfig(num_facts=3, num_keys=4, num_values=4, num_fillers=3, num_between=6)
 
@@ -61,6 +61,12 @@ def test_needles_are_asked_for_after_the_fillers_of_a_question():
     for by in ("decode", "prefill"):
         (far,) = read_back(inference_model(model), rows, [32], "kept", by)
         assert (far.distance, far.queries, far.accuracy) == ("32", 12, 1.0)
+
+
+def test_attention_reaches_as_far_as_the_stream_that_goes_on_sees():
+    config = config_of("ipttcd", num_layers=3, window=9, student_window=4, fast_layers=(1,))
+    assert attention_reach(config) == 3 * 8
+    assert attention_reach(config.replace(method="ipttcd_stream", memory=None)) == 3 * 3
 
 
 def test_runs_on_other_data_are_refused(subject):

@@ -14,7 +14,7 @@ from ttcd_kernels.dual_window.tiles import documents
 from ttcd_jax.errors import UserError
 
 Hidden = Float[Array, "B T D"]  # hidden states, or another vector per token
-# What memories in place hold instead of their own writes: those of the row before, in a batch of
+# What in-place memories hold instead of their own writes: those of the row before, in a batch of
 # rows of one document each; or their errors under keys of other tokens of the chunk.
 Control = Literal["foreign", "shuffled"]
 Streams = tuple[Hidden, Hidden | None]  # the residual stream; a teacher's and a student's

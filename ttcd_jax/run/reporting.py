@@ -115,7 +115,7 @@ class MemoryWatch:
 
     def __init__(self) -> None:
         self._values: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=20))
-        self._told: dict[str, tuple[int, float]] = {}
+        self._warned: dict[str, tuple[int, float]] = {}
 
     def warn(self, step: int, record: dict[str, Any]) -> None:
         for name in (x for x in record if x.partition("/")[0] in _FINDINGS):
@@ -124,9 +124,9 @@ class MemoryWatch:
             if len(values) < 10:
                 continue
             now = (max(median := statistics.median(values), 1e-30) / bound) ** sign
-            told_step, told = self._told.get(name, (0, 0.5))
-            if now > 1 and (now > 2 * told or step >= 10 * told_step > 0):
-                self._told[name] = step, now
+            warned_step, warned = self._warned.get(name, (0, 0.5))
+            if now > 1 and (now > 2 * warned or step >= 10 * warned_step > 0):
+                self._warned[name] = step, now
                 text = "step %d: %s is %.3g, the median of %d logged values: %s"
                 logging.warning(text, step, name, median, len(values), finding)
 

@@ -39,7 +39,7 @@ class ControlLoss(NamedTuple):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Controls(FirstTokens[ControlLoss]):
-    """Losses of a model with a memory in place, as trained and under `controls` (none given: all
+    """Losses of a model with an in-place memory, as trained and under `controls` (none given: all
     that it can have), on the rows of task position: "off", nothing is read; "layers", the same of
     every memory alone; "foreign", a document reads what another one wrote; "shuffled", errors are
     stored under the keys of other tokens of their chunk; "no_gap", the student's window is the
@@ -73,7 +73,7 @@ class Controls(FirstTokens[ControlLoss]):
     def _chosen(self, config: models.TransformerConfig) -> list[str]:
         """The names of the controls. Raises `UserError` where a model cannot have one."""
         if not models.has_in_place_memory(config):
-            raise UserError(f"method {config.method!r} has no memory in place to be controlled")
+            raise UserError(f"method {config.method!r} has no in-place memory to be controlled")
         settings = config.settings
         assert isinstance(settings, InPlaceSettings)
         has_keys = settings.stores_keys and settings.chunk_size > 1
@@ -111,7 +111,7 @@ class Controls(FirstTokens[ControlLoss]):
         yield TRAINED, model
         if "off" in chosen:
             off = models.switched_off(config, length)
-            assert off is not None, "a memory in place has a rate"
+            assert off is not None, "an in-place memory has a rate"
             yield "memory off", with_params(off, params)
         for layer, block in enumerate(models.block_configs(config) if "layers" in chosen else ()):
             if written := block.write_param and f"layers/{layer}/{block.write_param}":

@@ -136,7 +136,8 @@ class Needle(OnDrawnData):
 
 def attention_reach(config: TransformerConfig) -> int | None:
     """The number of positions back that stacked windows reach, Y (w - 1); None: unlimited."""
-    return None if config.window is None else config.num_layers * (config.window - 1)
+    window = config.stream_window
+    return None if window is None else config.num_layers * (window - 1)
 
 
 def by_distance(scores: Scores, rows: Arrays, reach: int | None) -> list[DistanceAccuracy]:
