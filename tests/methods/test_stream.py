@@ -91,10 +91,8 @@ def _remembered(settings, z, d, beta, ids, until):
     for t in range(len(z)):
         is_new = t == 0 or (ids[t] != ids[t - 1] and settings.resets_at_document)
         memory = jnp.zeros_like(memory) if is_new else memory
-        if is_new or t % settings.chunk_size == 0:
-            seen = memory
         k = z[t] / jnp.linalg.norm(z[t])
-        read.append(k @ seen)
+        read.append(k @ memory)
         if t < until:
             memory = memory + jnp.outer(k, beta[t] * (d[t] - k @ memory))
     return jnp.stack(read)
@@ -205,7 +203,7 @@ def test_pieces_and_single_tokens_are_one_pass_and_the_student_goes_on_alone(
             read = jax.tree.map(jnp.copy, state)
         logits, state = decode(model, state, TOKENS[:, t])
         assert_close(logits, want[:, t])
-    args = np.zeros(T, np.int32), start // CHUNK * CHUNK
+    args = np.zeros(T, np.int32), start
     defined = jax.jit(lambda tokens: _defined(config, rows, tokens, *args)[0])
     want = np.stack([defined(tokens) for tokens in TOKENS]) @ np.asarray(model.head[...]).T
     alone, state = frozen(model, read)

@@ -1,6 +1,7 @@
 """A memory along rows that arrive piece by piece.
 
-Tokens read the writes of full chunks. The tokens of the open chunk write nothing yet: the operands
+A memory that reads its own chunk is written at once. Of any other, tokens read the writes of full
+chunks. The tokens of the open chunk write nothing yet: the operands
 of their writes are stored (keys and errors, for example: delta_w in its low-rank form). The token
 that fills the chunk triggers the write, by the function of training. A piece costs as much as its
 tokens do in a long row; a single token touches one slot of the open chunk.
@@ -8,13 +9,14 @@ tokens do in a long row; a single token touches one slot of the open chunk.
 
 import dataclasses
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from ttcd_jax.memory.chunks import from_chunks, to_chunks
-from ttcd_jax.memory.protocol import ChunkedMemory
+from ttcd_jax.memory.chunks import MemoryMask, from_chunks, to_chunks
+from ttcd_jax.memory.protocol import ChunkedMemory, Chunks
 from ttcd_jax.nn.row import Piece, scatter_from, where_rows
 from ttcd_jax.sharding.rules import Names, is_distributed
 
@@ -42,6 +44,8 @@ class OpenChunk[Writes, State]:
 
 def start_pieces[W, S](memory: ChunkedMemory[W, S], batch_size: int, writes: W) -> OpenChunk[W, S]:
     """The state before rows begin; `writes`: shapes of the operands of a chunk's, [B, L, ...]."""
+    if memory.reads_own_chunk:
+        return OpenChunk(memory.start(batch_size), cast(W, ()))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), writes)
     return OpenChunk(memory.start(batch_size), zeros)
 
@@ -52,13 +56,19 @@ def over_piece[W, S](
     reads: Float[Array, "B T ..."],
     writes: W,
     piece: Piece,
+    chunk_size: int,
 ) -> tuple[Float[Array, "B T ..."], OpenChunk[W, S]]:
     """(y, the state after the piece). `writes`, arrays [B, T, ...], may hold more positions than
     `reads`: the first few overwrite the provisional entries of the tokens just before the piece."""
     if state.open is None:
         return memory.read(state.memory, reads), state
     length = reads.shape[1]
-    chunk_size = jax.tree.leaves(state.open)[0].shape[1]
+    if memory.reads_own_chunk:
+        is_token = jnp.arange(length) < piece.lengths[:, None]
+        by_chunk = functools.partial(to_chunks, chunk_size=min(length, chunk_size))
+        reads, writes, mask = jax.tree.map(by_chunk, (reads, writes, is_token))
+        y, end = memory.row(Chunks(reads, writes, MemoryMask(mask, None, None)), state.memory)
+        return from_chunks(y, length), OpenChunk(end, state.open)
     piece.cut.check("chunk_size", chunk_size)
     if length <= chunk_size:
         return _inside_chunk(memory, state, reads, writes, piece)

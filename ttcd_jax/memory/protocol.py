@@ -8,7 +8,7 @@ the chunks before it, and a chunk is written as a whole (`ChunkedMemory`).
 
 import abc
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,15 +97,21 @@ class AssociativeMemory[Writes, State, Prepared, Summary](Memory[Writes, State, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunks[Writes]:
-    """Operands of reads and writes by chunk, [B, C, L, ...], and their mask."""
+    """Operands of reads and writes by chunk, [B, C, L, ...], their mask, and the documents."""
 
     reads: Float[Array, "B C L ..."]
     writes: Writes
     mask: MemoryMask
+    segments: Int[Array, "B C L"] | None = None
 
 
 class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
-    """A memory that is read and written chunk by chunk: `start`, `read` and `write` define it."""
+    """A memory that is read and written chunk by chunk: `start`, `read` and `write` define it.
+
+    `reads_own_chunk`: by `read_chunk` a token also reads what the earlier tokens of its chunk
+    wrote, so that the size of chunks changes nothing but the order of sums."""
+
+    reads_own_chunk: ClassVar[bool] = False
 
     @abc.abstractmethod
     def start(self, batch_size: int) -> State:
@@ -130,26 +136,29 @@ class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
     ) -> Chunks[Writes]:
         """Operands [B, C, L, ...] of rows of `length` tokens with their mask."""
         mask = memory_mask(segments, length, reads.shape[2], previous_segment)
-        return Chunks(reads, writes, mask)
+        return Chunks(reads, writes, mask, segments)
 
     def start_of(self, prepared: Chunks[Writes]) -> State:
         return self.start(len(prepared.reads))
 
+    def read_chunk(self, state: State, chunk: Chunks[Writes]) -> Float[Array, "B L ..."]:
+        """y of a chunk [B, L, ...], the state before it given. Tokens of another document than the
+        state's read the start."""
+        y = self.read(state, chunk.reads)
+        if chunk.mask.reads is None:
+            return y
+        start = self.read(self.start(len(chunk.reads)), chunk.reads)
+        return where_rows(chunk.mask.reads, y, start)
+
     def row(
         self, prepared: Chunks[Writes], state: State | None = None, *, needs_end: bool = True
     ) -> tuple[Float[Array, "B C L *rest"], State]:
-        """A scan over chunks, each recomputed in the backward: read, reset, write. Tokens of
-        another document than the state's read the start; `needs_end`: the last chunk writes too."""
+        """A scan over chunks, each recomputed in the backward: read, reset, write. `needs_end`: the
+        last chunk writes too."""
         begin = self.start_of(prepared)
 
-        def read(state: State, chunk: Chunks[Writes]) -> Array:
-            y = self.read(state, chunk.reads)
-            if chunk.mask.reads is None:
-                return y
-            return where_rows(chunk.mask.reads, y, self.read(begin, chunk.reads))
-
         def one_chunk(state: State, chunk: Chunks[Writes]) -> tuple[State, Array]:
-            y = read(state, chunk)
+            y = self.read_chunk(state, chunk)
             if chunk.mask.resets is not None:
                 state = where_rows(chunk.mask.resets, begin, state)
             return self.write(state, chunk.writes, chunk.mask.writes), y
@@ -159,6 +168,6 @@ class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
         advance = jax.checkpoint(one_chunk, prevent_cse=False)
         end, y = jax.lax.scan(advance, begin if state is None else state, written)
         if not needs_end:
-            last = read(end, jax.tree.map(lambda x: x[-1], chunks))
+            last = self.read_chunk(end, jax.tree.map(lambda x: x[-1], chunks))
             y = jnp.concatenate([y, last[None]])
         return jnp.moveaxis(y, 0, 1), end

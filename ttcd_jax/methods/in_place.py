@@ -325,7 +325,9 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
             jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), operands)
             for operands in self.operands(convolved)
         )
-        y, open_chunk = over_piece(self.memory(size), state.chunks, reads[:, lead:], writes, piece)
+        y, open_chunk = over_piece(
+            self.memory(size), state.chunks, reads[:, lead:], writes, piece, size
+        )
         if piece.is_plain is not None:
             y = jnp.where(piece.is_plain[:, None, None], self.plain(x), y)
         if (tail := state.tail) is not None:

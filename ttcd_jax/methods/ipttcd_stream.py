@@ -6,8 +6,8 @@ h_S under `student_window`, in every layer up to the one with the memory, where
     d = h_T - h_S after the layer,   k = z / |z|,   z the features of the student's MLP
     S <- S + k^T beta (d - k S),     h_S <- h_S + eta k S
 
-by the delta rule, chunk by chunk. The student's stream goes on alone, in layers under the student's
-window: the teacher's is there to be written, and never reads a memory, so no write depends on a
+by the delta rule, token by token: a token reads what all before it wrote. The student's stream goes
+on alone, in layers under the student's window: the teacher's is there to be written, and never reads a memory, so no write depends on a
 read. With several memories the teacher's stream goes on to the last, and each corrects what is left
 after those before it. Equal windows write zero; a memory that is not read (eta = 0), or not
 written, leaves the windowed model.
@@ -27,8 +27,11 @@ from ttcd_kernels.normalize import l2_normalize
 from ttcd_jax.axes import param
 from ttcd_jax.config import Bound, NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
+from ttcd_jax.memory.chunks import masked
+from ttcd_jax.memory.delta_rule import unit_lower_solve
 from ttcd_jax.memory.pieces import OpenChunk
 from ttcd_jax.memory.prefix import PrefixOptions, Sum, Writes
+from ttcd_jax.memory.protocol import Chunks
 from ttcd_jax.memory.running import CorrectingMemory
 from ttcd_jax.methods import registry
 from ttcd_jax.methods.in_place import InPlaceConfig, InPlaceMLP, InPlaceSettings, InPlaceState
@@ -130,20 +133,46 @@ class StreamMemoryMLPConfig(InPlaceConfig):
         return not self.memory.is_frozen
 
     def flops(self, length: int) -> int | float:
-        """The MLP of each stream, the memory's read and write, and what the delta rule needs."""
+        """The MLP of each stream, the memory's read and write, what the delta rule needs, and what
+        tokens read of their own chunk."""
         correction = self.memory.correction_flops(self.mlp, length)
+        correction += length * min(self.memory.chunk_size, length) * self.mlp.dim
         return (3 + 3 * self.has_teacher + 2) * self.mlp.unit_flops(length) + correction
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StreamMemory(CorrectingMemory):
-    """The delta rule, read by keys beside what it is added to: y + eta k S."""
+    """The delta rule, read by keys beside what it is added to, y + eta k S, with S that all earlier
+    tokens wrote: those of its chunk too, whose writes solve the same system."""
+
+    reads_own_chunk = True
 
     def read(self, state: Sum, reads: Float[Array, "B L X"]) -> Float[Array, "B L D"]:
         keys, y = jnp.split(reads, [state.shape[1]], axis=-1)
         found = product("BLF,BFD->BLD", keys, state.astype(keys.dtype), self.options.state_dtype)
         return (y + self.options.eta * found).astype(reads.dtype)
+
+    def read_chunk(self, state: Sum, chunk: Chunks[Writes]) -> Float[Array, "B L D"]:
+        (keys, errors, _, beta), wide = chunk.writes, self.options.state_dtype
+        reads, y = jnp.split(chunk.reads, [state.shape[1]], axis=-1)
+        assert beta is not None
+        beta = beta.astype(wide)[..., None]
+
+        def found(k: Array) -> Array:
+            answers = product("BLF,BFD->BLD", k, state.astype(k.dtype), wide)
+            return masked(answers, chunk.mask.reads)
+
+        def overlaps(k: Array) -> Array:
+            products = product("BLF,BMF->BLM", k, keys, wide)
+            if (ids := chunk.segments) is None:
+                return products
+            return jnp.where(ids[:, :, None] == ids[:, None], products, 0)
+
+        u = unit_lower_solve(beta * overlaps(keys), errors.astype(wide) - beta * found(keys))
+        own = jnp.tril(overlaps(reads), -1).astype(keys.dtype)
+        own = product("BLM,BMD->BLD", own, u.astype(keys.dtype), wide)
+        return (y + self.options.eta * (found(reads) + own)).astype(y.dtype)
 
 
 class Lesson(NamedTuple):

@@ -235,7 +235,9 @@ class LaCT(Mixer, config=LaCTConfig):
         windows, implementation = (attention.window,), attention.attention_implementation
         sinks = Sinks(attention.sink_tokens, positions)
         (seen,), cache = attend_cached(*qkv, piece, state.cache, windows, implementation, sinks)
-        fast, chunks = over_piece(self._memory(), state.chunks, reads, writes, piece)
+        fast, chunks = over_piece(
+            self._memory(), state.chunks, reads, writes, piece, self.config.chunk_size
+        )
         return self._joined(x, seen, fast), LaCTState(cache, chunks)
 
     def _operands(

@@ -16,7 +16,7 @@ Task *stream*: the student is the whole model under a window. After one late lay
 streams of teacher and student differ by d. The student stores d, token by token, under the features
 z of its MLP by the delta rule, and what it reads is added to its stream:
 
-    S <- S + rate k (d - k S),   k = z / |z|,   read with a lag of up to a chunk
+    S <- S + rate k (d - k S),   k = z / |z|,   k read before it is written
 
 The *headroom* is the student's loss less the teacher's: all that a memory can give back. Beside the
 share of it that comes back stand controls: the error of the layer's own MLP, as IP-TTCD writes it;
@@ -263,26 +263,34 @@ def _shares(z: jax.Array, e: jax.Array, regression: jax.Array, mean: jax.Array) 
     return [_share(e, x) for x in (mean, linear, best * total, delta, both)]
 
 
-@functools.partial(jax.jit, static_argnames=("corrects", "rate", "until"))
+@functools.partial(jax.jit, static_argnames=("corrects", "rate", "until", "lags"))
 def _remembered(
-    z: Features, error: Matrix, *, corrects: bool, rate: float = RATE, until: int | None = None
+    z: Features,
+    error: Matrix,
+    *,
+    corrects: bool,
+    rate: float = RATE,
+    until: int | None = None,
+    lags: bool = True,
 ) -> tuple[Matrix, Float[Array, "F D"]]:
-    """(what a memory of the chunks before returns for every z, the memory at the end). It begins
-    empty and is written by the first `until` tokens (None: all), by the delta rule if it
-    `corrects`."""
+    """(what a memory of the tokens before, with `lags` of the chunks before, returns for every z;
+    the memory at the end). It begins empty and is written by the first `until` tokens (None: all),
+    by the delta rule if it `corrects`."""
     key, length = _unit(z), len(z)
     is_written = jnp.arange(length) < (length if until is None else until)
     parts = (key, error.astype(key.dtype), is_written)
     parts = [jnp.pad(x, ((0, -length % CHUNK),) + ((0, 0),) * (x.ndim - 1)) for x in parts]
     parts = [x.reshape(-1, CHUNK, *x.shape[1:]) for x in parts]
 
-    def token(memory: jax.Array, operands: Any) -> tuple[jax.Array, None]:
+    def token(memory: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
         k, e, writes = operands
-        left = rate * (e - k @ memory) if corrects else e
-        return memory + jnp.outer(k, jnp.where(writes, left, 0)), None
+        answer = k @ memory
+        left = rate * (e - answer) if corrects else e
+        return memory + jnp.outer(k, jnp.where(writes, left, 0)), answer
 
     def chunk(memory: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
-        return jax.lax.scan(token, memory, operands)[0], operands[0] @ memory
+        end, answers = jax.lax.scan(token, memory, operands)
+        return end, operands[0] @ memory if lags else answers
 
     empty = jnp.zeros((key.shape[1], error.shape[1]), key.dtype)
     memory, read = jax.lax.scan(chunk, empty, tuple(parts))
@@ -352,7 +360,7 @@ class Stream(WindowTask[Share]):
 
     def _added(self, own: "_Lesson", others: "list[_Lesson]") -> dict[str, jax.Array]:
         """What every memory adds to the student's stream after the layer."""
-        read = functools.partial(_remembered, corrects=True, rate=self.rate)
+        read = functools.partial(_remembered, corrects=True, rate=self.rate, lags=False)
         grams = (_gram(x.z, x.stream) for x in others)
         linear = _fitted(*map(sum, zip(*grams, strict=True)), 1.0)
         foreign = read(others[0].z, others[0].stream)[1]
