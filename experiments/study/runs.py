@@ -316,7 +316,7 @@ def _headroom(
 ) -> list[Section]:
     """The share of the headroom that every recipe gives back, with the seeds of full attention."""
     base = next(iter(measured))
-    full = next((x for x in measured if recipes[x].config.model.method == "full"), base)
+    full = next((x for x in measured if "full" in (x, recipes[x].config.model.method)), base)
     if full == base:
         return []
     ceiling = measured[full]
