@@ -42,12 +42,12 @@ def _features(mlp, x):
     return gate / (1 + np.exp(-gate)) * (x @ np.asarray(mlp.up[...]))
 
 
-def _read(z, e, corrects, rate=gap.RATE, until=LENGTH):
-    """(what is read, the memory) token by token; a chunk does not read what it writes."""
+def _read(z, e, corrects, rate=gap.RATE, until=LENGTH, lag=gap.CHUNK):
+    """(what is read, the memory) token by token; chunks of `lag` do not read what they write."""
     key = z / np.linalg.norm(z, axis=-1, keepdims=True)
     memory, read = np.zeros((z.shape[1], e.shape[1])), np.zeros_like(e)
     for t in range(len(z)):
-        if t % gap.CHUNK == 0:
+        if t % lag == 0:
             seen = memory.copy()
         read[t] = key[t] @ seen
         if t < until:
@@ -124,11 +124,11 @@ def _recovered(blocks, embedding, norm, at, rate):
         gram = sum(x[1].T @ x[1] for x in others)
         gram += np.trace(gram) / len(gram) * np.eye(len(gram))
         fixed = np.linalg.solve(gram, sum(x[1].T @ x[2] for x in others))
-        foreign = _read(others[0][1], others[0][2], True, rate)[1]
+        foreign = _read(others[0][1], others[0][2], True, rate, lag=1)[1]
         added = [
-            (_read(z, stream, True, rate)[0], third),
-            (_read(z, local, True, rate)[0], third),
-            (_read(z, stream, True, rate, 2 * third)[0], 2 * third),
+            (_read(z, stream, True, rate, lag=1)[0], third),
+            (_read(z, local, True, rate, lag=1)[0], third),
+            (_read(z, stream, True, rate, 2 * third, 1)[0], 2 * third),
             (z @ fixed, third),
             (z / np.linalg.norm(z, axis=-1, keepdims=True) @ foreign, third),
         ]

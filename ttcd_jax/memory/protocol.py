@@ -150,23 +150,27 @@ class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
         start = self.read(self.start(len(chunk.reads)), chunk.reads)
         return where_rows(chunk.mask.reads, y, start)
 
+    def reset(self, state: State, chunk: Chunks[Writes]) -> State:
+        """The state that a chunk writes into, which begins with its last document."""
+        if chunk.mask.resets is None:
+            return state
+        return where_rows(chunk.mask.resets, self.start(len(chunk.reads)), state)
+
+    def advance(self, state: State, chunk: Chunks[Writes]) -> tuple[State, Float[Array, "B L ..."]]:
+        """(the state after a chunk, y of its tokens)."""
+        y = self.read_chunk(state, chunk)
+        return self.write(self.reset(state, chunk), chunk.writes, chunk.mask.writes), y
+
     def row(
         self, prepared: Chunks[Writes], state: State | None = None, *, needs_end: bool = True
     ) -> tuple[Float[Array, "B C L *rest"], State]:
-        """A scan over chunks, each recomputed in the backward: read, reset, write. `needs_end`: the
-        last chunk writes too."""
-        begin = self.start_of(prepared)
-
-        def one_chunk(state: State, chunk: Chunks[Writes]) -> tuple[State, Array]:
-            y = self.read_chunk(state, chunk)
-            if chunk.mask.resets is not None:
-                state = where_rows(chunk.mask.resets, begin, state)
-            return self.write(state, chunk.writes, chunk.mask.writes), y
-
+        """A scan over chunks, each recomputed in the backward. `needs_end`: the last chunk writes
+        too."""
         chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), prepared)
         written = chunks if needs_end else jax.tree.map(lambda x: x[:-1], chunks)
-        advance = jax.checkpoint(one_chunk, prevent_cse=False)
-        end, y = jax.lax.scan(advance, begin if state is None else state, written)
+        advance = jax.checkpoint(self.advance, prevent_cse=False)
+        state = self.start_of(prepared) if state is None else state
+        end, y = jax.lax.scan(advance, state, written)
         if not needs_end:
             last = self.read_chunk(end, jax.tree.map(lambda x: x[-1], chunks))
             y = jnp.concatenate([y, last[None]])

@@ -7,10 +7,10 @@ h_S under `student_window`, in every layer up to the one with the memory, where
     S <- S + k^T beta (d - k S),     h_S <- h_S + eta k S
 
 by the delta rule, token by token: a token reads what all before it wrote. The student's stream goes
-on alone, in layers under the student's window: the teacher's is there to be written, and never reads a memory, so no write depends on a
-read. With several memories the teacher's stream goes on to the last, and each corrects what is left
-after those before it. Equal windows write zero; a memory that is not read (eta = 0), or not
-written, leaves the windowed model.
+on alone, in layers under the student's window: the teacher's is there to be written, and never
+reads a memory, so no write depends on a read. With several memories the teacher's stream goes on to
+the last, and each corrects what is left after those before it. Equal windows write zero; a memory
+that is not read (eta = 0), or not written, leaves the windowed model.
 """
 
 import dataclasses
@@ -136,7 +136,8 @@ class StreamMemoryMLPConfig(InPlaceConfig):
         """The MLP of each stream, the memory's read and write, what the delta rule needs, and what
         tokens read of their own chunk."""
         correction = self.memory.correction_flops(self.mlp, length)
-        correction += length * min(self.memory.chunk_size, length) * self.mlp.dim
+        size = min(self.memory.chunk_size, length)
+        correction += 2 * length * size * (self.mlp.hidden_dim + self.mlp.dim)
         return (3 + 3 * self.has_teacher + 2) * self.mlp.unit_flops(length) + correction
 
 
@@ -154,6 +155,15 @@ class StreamMemory(CorrectingMemory):
         return (y + self.options.eta * found).astype(reads.dtype)
 
     def read_chunk(self, state: Sum, chunk: Chunks[Writes]) -> Float[Array, "B L D"]:
+        return self._read(state, chunk)[0]
+
+    def advance(self, state: Sum, chunk: Chunks[Writes]) -> tuple[Sum, Float[Array, "B L D"]]:
+        (y, u), keys = self._read(state, chunk), chunk.writes.keys
+        state, u = self.reset(state, chunk), masked(u, chunk.mask.writes)
+        return state + product("BLF,BLD->BFD", keys, u, self.options.state_dtype), y
+
+    def _read(self, state: Sum, chunk: Chunks[Writes]) -> tuple[Array, Array]:
+        """(y, the writes u), by the system of every document of the chunk."""
         (keys, errors, _, beta), wide = chunk.writes, self.options.state_dtype
         reads, y = jnp.split(chunk.reads, [state.shape[1]], axis=-1)
         assert beta is not None
@@ -170,9 +180,10 @@ class StreamMemory(CorrectingMemory):
             return jnp.where(ids[:, :, None] == ids[:, None], products, 0)
 
         u = unit_lower_solve(beta * overlaps(keys), errors.astype(wide) - beta * found(keys))
+        u = u.astype(keys.dtype)
         own = jnp.tril(overlaps(reads), -1).astype(keys.dtype)
-        own = product("BLM,BMD->BLD", own, u.astype(keys.dtype), wide)
-        return (y + self.options.eta * (found(reads) + own)).astype(y.dtype)
+        answers = found(reads) + product("BLM,BMD->BLD", own, u, wide)
+        return (y + self.options.eta * answers).astype(y.dtype), u
 
 
 class Lesson(NamedTuple):
