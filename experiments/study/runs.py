@@ -22,7 +22,7 @@ from ttcd_kernels.table import Row, format_table
 
 from experiments import cli
 from experiments.report.sections import Run, run_rows, training_sections
-from ttcd_jax.config import DISTINCT, Config, NonNegative, Positive
+from ttcd_jax.config import DISTINCT, Bound, Config, NonNegative, Positive
 from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
 from ttcd_jax.data.synthetic.rows import SyntheticConfig
@@ -42,6 +42,8 @@ from ttcd_jax.run.directory import RunDirectory, load_run
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.units import printable
 
+# A .gin file, or (name, file, bindings ...).
+Variant = str | Annotated[tuple[str, ...], Bound("a name and a file", lambda x: len(x) > 1)]
 type Measured = dict[str, dict[int, Series[Any]]]  # by recipe and seed
 # By the name of a corpus the folder of its pieces, and the document of each; None: drawn.
 type Texts = dict[str, tuple[Path, list[str]] | None]
@@ -59,6 +61,15 @@ class Recipe(NamedTuple):
     config: RunConfig
     file: str
     bindings: tuple[str, ...]
+    is_once: bool = False
+
+
+def _parts(variant: Variant) -> tuple[str, str, tuple[str, ...]]:
+    """Name, file and bindings."""
+    if isinstance(variant, str):
+        return PurePath(variant).stem, variant, ()
+    name, file, *bindings = variant
+    return name, file, (*bindings,)
 
 
 def control(name: Control, run: RunConfig) -> tuple[str, ...]:
@@ -85,8 +96,10 @@ def control(name: Control, run: RunConfig) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StudyConfig(Config):
-    """`recipes`: .gin files of runs that differ in their method alone, the first of which is the
-    base of all differences; each is trained with all `seeds`, those of `once` with the first.
+    """`recipes`: .gin files of runs that differ in their method alone, or (NAME, FILE, BINDING,
+    ...), the first of which is the base of all differences; each is trained with all `seeds`, those
+    of `once` with the first. With `start`, one more recipe, they go on from its run of their seed.
+    `ceiling` is the recipe that has all of the headroom; None: one under full attention.
 
     `controls` of every recipe with an in-place memory are trained beside it, RECIPE_CONTROL, equal
     runs once: "no_gap", the student's window is the teacher's; "eta0", nothing is written, so that
@@ -99,8 +112,10 @@ class StudyConfig(Config):
     on rows that are drawn, on other such rows.
     """
 
-    recipes: Annotated[tuple[str, ...], DISTINCT]
-    once: tuple[str, ...] = ()
+    recipes: Annotated[tuple[Variant, ...], DISTINCT]
+    once: tuple[Variant, ...] = ()
+    start: Variant | None = None
+    ceiling: str | None = None
     controls: tuple[Control, ...] = ()
     seeds: Annotated[tuple[NonNegative, ...], DISTINCT] = (0, 1, 2)
     evaluations: tuple[Task, ...] = ()
@@ -108,23 +123,38 @@ class StudyConfig(Config):
     max_pieces: Positive = 16
 
     def validate(self) -> None:
-        recipes = [PurePath(file).stem for file in (*self.recipes, *self.once)]
+        recipes = [_parts(x)[0] for x in self._variants]
         tasks = [task.name for task in self.evaluations]
         for kind, names in (("recipes", recipes), ("evaluations", tasks)):
             if len({*names}) < len(names):
                 text = f"two {kind} of the study have one name"
                 raise UserError(f"{text}: {', '.join(names)}; rename one, or leave it out")
+        if self.ceiling not in (None, *recipes):
+            text = f"StudyConfig.ceiling {self.ceiling} is not one of the study's"
+            raise UserError(f"{text} {', '.join(recipes)}")
+
+    @property
+    def _variants(self) -> tuple[Variant, ...]:
+        return (*self.recipes, *self.once, *((self.start,) if self.start else ()))
+
+    @property
+    def start_name(self) -> str | None:
+        return self.start and _parts(self.start)[0]
 
     def runs(self, params: Sequence[str] = ()) -> dict[str, Recipe]:
         """Every recipe under the bindings `params`, its controls after it, by name."""
         load = functools.partial(load_config, RunConfig, config_dir=cli.CONFIG_DIR)
-        files = (*self.recipes, *self.once)
-        found = {PurePath(x).stem: Recipe(load(x, params), x, tuple(params)) for x in files}
+        found = {}
+        for variant in self._variants:
+            name, file, own = _parts(variant)
+            own = (*own, *params)
+            found[name] = Recipe(load(file, own), file, own, variant in self.once)
         result, configs = {}, [recipe.config for recipe in found.values()]
         for name, recipe in found.items():
             result[name] = recipe
-            for kind in self.controls:
-                bindings, label = (*params, *control(kind, recipe.config)), f"{name}_{kind}"
+            for kind in self.controls if name != self.start_name else ():
+                bindings = (*recipe.bindings, *control(kind, recipe.config))
+                label = f"{name}_{kind}"
                 if (config := load(recipe.file, bindings)) in configs:
                     continue
                 if label in found:
@@ -134,7 +164,7 @@ class StudyConfig(Config):
         return result
 
     def chosen(self, runs: dict[str, Recipe], only: Sequence[str] = ()) -> list[tuple[str, int]]:
-        """(recipe, seed) of all runs, or of the recipes `only`; all first seeds come first."""
+        """(recipe, seed) of all runs, or of the recipes `only` and the start; first seeds first."""
         for name in only:
             if name not in runs:
                 raise UserError(f"--only={name} is not one of the study's {', '.join(runs)}")
@@ -142,8 +172,8 @@ class StudyConfig(Config):
             (name, seed)
             for seed in self.seeds
             for name, recipe in runs.items()
-            if (not only or name in only)
-            and (recipe.file not in self.once or seed == self.seeds[0])
+            if (not only or name in (*only, self.start_name))
+            and (not recipe.is_once or seed == self.seeds[0])
         ]
 
 
@@ -197,9 +227,12 @@ def compute(
 ) -> None:
     """Trains and evaluates what is missing of a run. Raises `UserError` where training failed, and
     for a run of another configuration."""
-    folder, params = path / f"{name}-{seed}", (*recipe.bindings, f"RunConfig.seed={seed}")
+    folder, fields = path / f"{name}-{seed}", {"seed": seed}
+    if config.start and name != config.start_name:
+        fields["start_from"] = str(path / f"{config.start_name}-{seed}")
+    params = (*recipe.bindings, *(f"RunConfig.{field}={x!r}" for field, x in fields.items()))
     if (directory := RunDirectory(folder)).is_claimed:
-        wanted = recipe.config.replace(seed=seed).to_dict()
+        wanted = recipe.config.replace(**fields).to_dict()
         accepted_changes(folder, directory.read_config(), wanted, None)
     missing = []
     for task, text in itertools.product(config.evaluations, texts):
@@ -235,7 +268,7 @@ def write_study(
             if measured := _measured(chosen, task, text, path):
                 title, documents = f"{task.title} ({text})", pieces[1] if pieces else []
                 sections += _sections(task, title, measured, path / "pictures" / text, documents)
-                sections += _headroom(task, title, measured, recipes)
+                sections += _headroom(task, title, measured, recipes, config.ceiling)
         sections += training_sections(runs, path / "pictures")
     colours |= {run.label: colours[run.label.rpartition(", ")[0]] for run in runs}
     rows = run_rows(runs)
@@ -302,7 +335,9 @@ def _sections(
     labels = f"{title} - {base}", kind.x_label, "nats per token"
     by_document.draw_curves(picture, *labels, less_base(kind.x))
     sentence = f"Below 0 a recipe is better than {base} on the same tokens, mean of its seeds."
-    table, name = _rows(less_base(by_key), cells), f"{title}: nats per token, less {base}"
+    both = (_rows(less_base(bucket), cells) for bucket in (by_key, _every_token))
+    table = [row | every for row, every in zip(*both, strict=True)]
+    name = f"{title}: nats per token, less {base}"
     found.append(Section(name, table, [Picture(picture, sentence)]))
     numbers = {x.document for x in next(iter(united.values()))} - {None}
     # Fewer numbers than documents: some piece was too short.
@@ -312,11 +347,12 @@ def _sections(
 
 
 def _headroom(
-    task: Task, title: str, measured: Measured, recipes: dict[str, Recipe]
+    task: Task, title: str, measured: Measured, recipes: dict[str, Recipe], ceiling: str | None
 ) -> list[Section]:
-    """The share of the headroom that every recipe gives back, with the seeds of full attention."""
+    """The share of the headroom that every recipe gives back, with the seeds of the ceiling."""
     base = next(iter(measured))
     full = next((x for x in measured if recipes[x].config.model.method == "full"), base)
+    full = ceiling if ceiling in measured else full
     if full == base:
         return []
     ceiling = measured[full]
@@ -358,9 +394,13 @@ def _by_seed(measured: Measured, numbers: Callable[[Series[Any]], dict[str, floa
     return rows
 
 
+def _every_token(record: Any) -> str | None:
+    return None if record.document is None else "all"
+
+
 def _all_tokens(series: Series[Any]) -> dict[str, float]:
     """Nats per token over all records, by label."""
-    curves, _ = by_document.means_of(series, lambda x: None if x.document is None else 0)
+    curves, _ = by_document.means_of(series, _every_token)
     return {name: float(x.mean[0]) for name, (_, x) in curves.items()}
 
 
@@ -372,14 +412,15 @@ def write_records(
     file: Path,
     command: str,
 ) -> None:
-    """Writes a line of JSON with what holds for all others, of every recipe its file and the digest
-    of its configuration without the seed; then one for every row of the `sections`, [mean, half]
-    where a cell has an interval."""
+    """Writes a line of JSON with what holds for all others, of every recipe its file, the digest of
+    its configuration without seed and start, and its bindings; then one for every row of the
+    `sections`, [mean, half] where a cell has an interval."""
     machine, trained, commits = environment(), {}, set()
     for name, seed in config.chosen(recipes):
         if (run := RunDirectory(path / f"{name}-{seed}")).is_claimed:
-            found = run.read_config() | {"seed": None, "sha256": None}
-            trained[name] = recipes[name].file, digest(json.dumps(found, sort_keys=True))[:12]
+            found = run.read_config() | dict.fromkeys(("seed", "start_from", "sha256"))
+            short = digest(json.dumps(found, sort_keys=True))[:12]
+            trained[name] = recipes[name].file, short, *recipes[name].bindings
             commits.add(read_json(run.path / "environment.json").get("commit") or "unknown")
     count = machine["cpu_count"] if machine["platform"] == "cpu" else jax.device_count()
     head = {
