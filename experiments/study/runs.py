@@ -98,7 +98,8 @@ def control(name: Control, run: RunConfig) -> tuple[str, ...]:
 class StudyConfig(Config):
     """`recipes`: .gin files of runs that differ in their method alone, or (NAME, FILE, BINDING,
     ...), the first of which is the base of all differences; each is trained with all `seeds`, those
-    of `once` with the first. With `start`, one more recipe, they go on from its run of their seed.
+    of `once` with the first. With `start`, one more recipe, all go on from its run of their seed;
+    it is not evaluated.
     `ceiling` is the recipe that has all of the headroom; None: one under full attention.
 
     `controls` of every recipe with an in-place memory are trained beside it, RECIPE_CONTROL, equal
@@ -227,21 +228,23 @@ def compute(
 ) -> None:
     """Trains and evaluates what is missing of a run. Raises `UserError` where training failed, and
     for a run of another configuration."""
-    folder, fields = path / f"{name}-{seed}", {"seed": seed}
-    if config.start and name != config.start_name:
+    folder, fields, evaluations = path / f"{name}-{seed}", {"seed": seed}, config.evaluations
+    if name == config.start_name:
+        evaluations = ()
+    elif config.start:
         fields["start_from"] = str(path / f"{config.start_name}-{seed}")
     params = (*recipe.bindings, *(f"RunConfig.{field}={x!r}" for field, x in fields.items()))
     if (directory := RunDirectory(folder)).is_claimed:
         wanted = recipe.config.replace(**fields).to_dict()
         accepted_changes(folder, directory.read_config(), wanted, None)
     missing = []
-    for task, text in itertools.product(config.evaluations, texts):
+    for task, text in itertools.product(evaluations, texts):
         if pieces := texts[text]:
             task = task.replace(text=str(pieces[0]))
         file = results_file(folder, task, name, text)
         if not file.exists() or read_json(file).get("options") != task.to_dict():
             missing.append((task, text))
-    if config.evaluations and not missing:
+    if evaluations and not missing:
         return
     logging.info("study: %s, seed %d", name, seed)
     command = [sys.executable, "-m", "experiments.launch", f"--gin={recipe.file}"]
