@@ -319,6 +319,9 @@ def _sections(
     shown = {x.removesuffix(f", {MEMORY_ON}"): y for x, y in united.items() if MEMORY_OFF not in x}
     means = _rows({x: means_over_seeds(y, by_key) for x, y in by_label.items()}, kind.cells)
     found = [Section(f"{title}: {kind.value}", means, _pictures(kind, shown, output))]
+    inside = {x: curve for x, seeds in by_label.items() if (curve := kind.within(seeds))}
+    if inside:
+        return [*found, Section(f"{title}: {kind.value}, less as trained", _rows(inside, cells))]
     every = Section(f"{title}: every seed, all tokens", _by_seed(measured, _all_tokens))
     pairs = {
         name: (_of_seeds(seeds, measured[base]), _of_seeds(measured[base], seeds))
