@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import operator
 import shlex
 import statistics
@@ -44,6 +45,7 @@ from ttcd_jax.units import printable
 
 # A .gin file, or (name, file, bindings ...).
 Variant = str | Annotated[tuple[str, ...], Bound("a name and a file", lambda x: len(x) > 1)]
+START = "start"
 type Measured = dict[str, dict[int, Series[Any]]]  # by recipe and seed
 # By the name of a corpus the folder of its pieces, and the document of each; None: drawn.
 type Texts = dict[str, tuple[Path, list[str]] | None]
@@ -98,9 +100,8 @@ def control(name: Control, run: RunConfig) -> tuple[str, ...]:
 class StudyConfig(Config):
     """`recipes`: .gin files of runs that differ in their method alone, or (NAME, FILE, BINDING,
     ...), the first of which is the base of all differences; each is trained with all `seeds`, those
-    of `once` with the first. With `start`, one more recipe, all go on from its run of their seed;
-    it is not evaluated.
-    `ceiling` is the recipe that has all of the headroom; None: one under full attention.
+    of `once` with the first. All go on from the run `start` of their seed, (FILE, BINDING, ...), if
+    there is one, which is not evaluated.
 
     `controls` of every recipe with an in-place memory are trained beside it, RECIPE_CONTROL, equal
     runs once: "no_gap", the student's window is the teacher's; "eta0", nothing is written, so that
@@ -115,8 +116,7 @@ class StudyConfig(Config):
 
     recipes: Annotated[tuple[Variant, ...], DISTINCT]
     once: tuple[Variant, ...] = ()
-    start: Variant | None = None
-    ceiling: str | None = None
+    start: tuple[str, ...] = ()
     controls: tuple[Control, ...] = ()
     seeds: Annotated[tuple[NonNegative, ...], DISTINCT] = (0, 1, 2)
     evaluations: tuple[Task, ...] = ()
@@ -130,17 +130,10 @@ class StudyConfig(Config):
             if len({*names}) < len(names):
                 text = f"two {kind} of the study have one name"
                 raise UserError(f"{text}: {', '.join(names)}; rename one, or leave it out")
-        if self.ceiling not in (None, *recipes):
-            text = f"StudyConfig.ceiling {self.ceiling} is not one of the study's"
-            raise UserError(f"{text} {', '.join(recipes)}")
 
     @property
     def _variants(self) -> tuple[Variant, ...]:
-        return (*self.recipes, *self.once, *((self.start,) if self.start else ()))
-
-    @property
-    def start_name(self) -> str | None:
-        return self.start and _parts(self.start)[0]
+        return (*self.recipes, *self.once, *([(START, *self.start)] if self.start else ()))
 
     def runs(self, params: Sequence[str] = ()) -> dict[str, Recipe]:
         """Every recipe under the bindings `params`, its controls after it, by name."""
@@ -153,7 +146,7 @@ class StudyConfig(Config):
         result, configs = {}, [recipe.config for recipe in found.values()]
         for name, recipe in found.items():
             result[name] = recipe
-            for kind in self.controls if name != self.start_name else ():
+            for kind in self.controls if name != START else ():
                 bindings = (*recipe.bindings, *control(kind, recipe.config))
                 label = f"{name}_{kind}"
                 if (config := load(recipe.file, bindings)) in configs:
@@ -173,7 +166,7 @@ class StudyConfig(Config):
             (name, seed)
             for seed in self.seeds
             for name, recipe in runs.items()
-            if (not only or name in (*only, self.start_name))
+            if (not only or name in (*only, START))
             and (not recipe.is_once or seed == self.seeds[0])
         ]
 
@@ -228,11 +221,12 @@ def compute(
 ) -> None:
     """Trains and evaluates what is missing of a run. Raises `UserError` where training failed, and
     for a run of another configuration."""
-    folder, fields, evaluations = path / f"{name}-{seed}", {"seed": seed}, config.evaluations
-    if name == config.start_name:
+    folder, evaluations = path / f"{name}-{seed}", config.evaluations
+    fields: dict[str, Any] = {"seed": seed}
+    if config.start and name == START:
         evaluations = ()
     elif config.start:
-        fields["start_from"] = str(path / f"{config.start_name}-{seed}")
+        fields["start_from"] = str(path / f"{START}-{seed}")
     params = (*recipe.bindings, *(f"RunConfig.{field}={x!r}" for field, x in fields.items()))
     if (directory := RunDirectory(folder)).is_claimed:
         wanted = recipe.config.replace(**fields).to_dict()
@@ -271,7 +265,7 @@ def write_study(
             if measured := _measured(chosen, task, text, path):
                 title, documents = f"{task.title} ({text})", pieces[1] if pieces else []
                 sections += _sections(task, title, measured, path / "pictures" / text, documents)
-                sections += _headroom(task, title, measured, recipes, config.ceiling)
+                sections += _headroom(task, title, measured, recipes)
         sections += training_sections(runs, path / "pictures")
     colours |= {run.label: colours[run.label.rpartition(", ")[0]] for run in runs}
     rows = run_rows(runs)
@@ -319,8 +313,7 @@ def _sections(
     shown = {x.removesuffix(f", {MEMORY_ON}"): y for x, y in united.items() if MEMORY_OFF not in x}
     means = _rows({x: means_over_seeds(y, by_key) for x, y in by_label.items()}, kind.cells)
     found = [Section(f"{title}: {kind.value}", means, _pictures(kind, shown, output))]
-    inside = {x: curve for x, seeds in by_label.items() if (curve := kind.within(seeds))}
-    if inside:
+    if inside := {x: curve for x, y in by_label.items() if (curve := kind.within(y))}:
         return [*found, Section(f"{title}: {kind.value}, less as trained", _rows(inside, cells))]
     every = Section(f"{title}: every seed, all tokens", _by_seed(measured, _all_tokens))
     pairs = {
@@ -353,12 +346,13 @@ def _sections(
 
 
 def _headroom(
-    task: Task, title: str, measured: Measured, recipes: dict[str, Recipe], ceiling: str | None
+    task: Task, title: str, measured: Measured, recipes: dict[str, Recipe]
 ) -> list[Section]:
-    """The share of the headroom that every recipe gives back, with the seeds of the ceiling."""
-    base = next(iter(measured))
-    full = next((x for x in measured if recipes[x].config.model.method == "full"), base)
-    full = ceiling if ceiling in measured else full
+    """The share of the headroom that every recipe gives back, with the seeds of the one without a
+    memory that sees the most."""
+    base, models = next(iter(measured)), {x: recipes[x].config.model for x in measured}
+    plain = (x for x in models if x == base or not has_in_place_memory(models[x]))
+    full = max(plain, key=lambda name: models[name].stream_window or math.inf)
     if full == base:
         return []
     ceiling = measured[full]
