@@ -140,8 +140,9 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
                 return (teacher, *views), (student, None, None)
             z_out = {"teacher": teacher, "teacher_raw": z[p], "student": student}[settings.output]
             key = _unit(student) if settings.normalizes_keys else student
-            seen = student if has_gap else convolved(z, "student_conv", p)
-            error = _written(settings, teacher, seen) @ w
+            near = z_s if has_gap else z
+            written = _written(settings, teacher, convolved(near, "student_conv", p))
+            error = (z[p] - near[p] if settings.error == "gap" else written) @ w
             error = _unit(error) if settings.normalizes_errors else error
             view = {"student": t, "teacher": x}[settings.gate][p]
             gate = (view @ params["rate"]) if "rate" in params else jnp.inf
@@ -178,7 +179,7 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
 
 def _written(settings, teacher, student):
     """The features of which the error is made."""
-    return {"difference": teacher - student, "teacher": teacher, "student": student}[settings.error]
+    return {"teacher": teacher, "student": student}.get(settings.error, teacher - student)
 
 
 def _convolved(settings, document, vectors, taps, p):

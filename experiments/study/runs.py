@@ -40,6 +40,7 @@ from ttcd_jax.registry import IMPORTED_MODULES
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import RunDirectory, load_run
+from ttcd_jax.train.checkpoint import complete_steps
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.units import printable
 
@@ -238,7 +239,8 @@ def compute(
         file = results_file(folder, task, name, text)
         if not file.exists() or read_json(file).get("options") != task.to_dict():
             missing.append((task, text))
-    if evaluations and not missing:
+    is_trained = evaluations or recipe.config.steps in complete_steps(folder / "checkpoints")
+    if is_trained and not missing:
         return
     logging.info("study: %s, seed %d", name, seed)
     command = [sys.executable, "-m", "experiments.launch", f"--gin={recipe.file}"]
