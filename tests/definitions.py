@@ -141,7 +141,7 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
             z_out = {"teacher": teacher, "teacher_raw": z[p], "student": student}[settings.output]
             key = _unit(student) if settings.normalizes_keys else student
             near = z_s if has_gap else z
-            error = _written(settings, teacher, convolved(near, "student_conv", p), z[p] - near[p]) @ w
+            error = _made(settings, teacher, convolved(near, "student_conv", p), z[p] - near[p]) @ w
             error = _unit(error) if settings.normalizes_errors else error
             view = {"student": t, "teacher": x}[settings.gate][p]
             gate = (view @ params["rate"]) if "rate" in params else jnp.inf
@@ -176,7 +176,7 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
     return [reads[p] for p in range(T)], _held(settings, w, base + settings.eta * total)
 
 
-def _written(settings, teacher, student, gap):
+def _made(settings, teacher, student, gap):
     """The features of which the error is made."""
     found = {"difference": teacher - student, "gap": gap, "teacher": teacher, "student": student}
     return found[settings.error]
