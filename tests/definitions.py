@@ -140,8 +140,8 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
                 return (teacher, *views), (student, None, None)
             z_out = {"teacher": teacher, "teacher_raw": z[p], "student": student}[settings.output]
             key = _unit(student) if settings.normalizes_keys else student
-            seen = student if has_gap else convolved(z, "student_conv", p)
-            error = _written(settings, teacher, seen) @ w
+            near = z_s if has_gap else z
+            error = _made(settings, teacher, convolved(near, "student_conv", p), z[p] - near[p]) @ w
             error = _unit(error) if settings.normalizes_errors else error
             view = {"student": t, "teacher": x}[settings.gate][p]
             gate = (view @ params["rate"]) if "rate" in params else jnp.inf
@@ -176,9 +176,10 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
     return [reads[p] for p in range(T)], _held(settings, w, base + settings.eta * total)
 
 
-def _written(settings, teacher, student):
+def _made(settings, teacher, student, gap):
     """The features of which the error is made."""
-    return {"difference": teacher - student, "teacher": teacher, "student": student}[settings.error]
+    found = {"difference": teacher - student, "gap": gap, "teacher": teacher, "student": student}
+    return found[settings.error]
 
 
 def _convolved(settings, document, vectors, taps, p):

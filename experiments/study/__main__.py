@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     path = Path(FLAGS.run_dir or f"runs/study-{Path(FLAGS.gin).stem}")
     with RunDirectory(path).lock():
         texts = study.held_out_texts(config, runs, path)
-        for name, seed in chosen:
+        for name, seed in sorted(chosen, key=lambda run: run[0] != study.START):
             study.compute(config, name, seed, runs[name], texts, path)
         sections = study.write_study(config, runs, texts, path)
         if FLAGS.records is not None:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import operator
 import shlex
 import statistics
@@ -22,7 +23,7 @@ from ttcd_kernels.table import Row, format_table
 
 from experiments import cli
 from experiments.report.sections import Run, run_rows, training_sections
-from ttcd_jax.config import DISTINCT, Config, NonNegative, Positive
+from ttcd_jax.config import DISTINCT, Bound, Config, NonNegative, Positive
 from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
 from ttcd_jax.data.synthetic.rows import SyntheticConfig
@@ -39,9 +40,13 @@ from ttcd_jax.registry import IMPORTED_MODULES
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import RunDirectory, load_run
+from ttcd_jax.train.checkpoint import complete_steps
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.units import printable
 
+# A .gin file, or (name, file, bindings ...).
+Variant = str | Annotated[tuple[str, ...], Bound("a name and a file", lambda x: len(x) > 1)]
+START = "start"
 type Measured = dict[str, dict[int, Series[Any]]]  # by recipe and seed
 # By the name of a corpus the folder of its pieces, and the document of each; None: drawn.
 type Texts = dict[str, tuple[Path, list[str]] | None]
@@ -59,6 +64,15 @@ class Recipe(NamedTuple):
     config: RunConfig
     file: str
     bindings: tuple[str, ...]
+    is_once: bool = False
+
+
+def _parts(variant: Variant) -> tuple[str, str, tuple[str, ...]]:
+    """Name, file and bindings."""
+    if isinstance(variant, str):
+        return PurePath(variant).stem, variant, ()
+    name, file, *bindings = variant
+    return name, file, (*bindings,)
 
 
 def control(name: Control, run: RunConfig) -> tuple[str, ...]:
@@ -85,8 +99,10 @@ def control(name: Control, run: RunConfig) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StudyConfig(Config):
-    """`recipes`: .gin files of runs that differ in their method alone, the first of which is the
-    base of all differences; each is trained with all `seeds`, those of `once` with the first.
+    """`recipes`: .gin files of runs that differ in their method alone, or (NAME, FILE, BINDING,
+    ...), the first of which is the base of all differences; each is trained with all `seeds`, those
+    of `once` with the first. All go on from the run `start` of their seed, (FILE, BINDING, ...), if
+    there is one, which is not evaluated.
 
     `controls` of every recipe with an in-place memory are trained beside it, RECIPE_CONTROL, equal
     runs once: "no_gap", the student's window is the teacher's; "eta0", nothing is written, so that
@@ -99,8 +115,9 @@ class StudyConfig(Config):
     on rows that are drawn, on other such rows.
     """
 
-    recipes: Annotated[tuple[str, ...], DISTINCT]
-    once: tuple[str, ...] = ()
+    recipes: Annotated[tuple[Variant, ...], DISTINCT]
+    once: tuple[Variant, ...] = ()
+    start: tuple[str, ...] = ()
     controls: tuple[Control, ...] = ()
     seeds: Annotated[tuple[NonNegative, ...], DISTINCT] = (0, 1, 2)
     evaluations: tuple[Task, ...] = ()
@@ -108,23 +125,31 @@ class StudyConfig(Config):
     max_pieces: Positive = 16
 
     def validate(self) -> None:
-        recipes = [PurePath(file).stem for file in (*self.recipes, *self.once)]
+        recipes = [_parts(x)[0] for x in self._variants]
         tasks = [task.name for task in self.evaluations]
         for kind, names in (("recipes", recipes), ("evaluations", tasks)):
             if len({*names}) < len(names):
                 text = f"two {kind} of the study have one name"
                 raise UserError(f"{text}: {', '.join(names)}; rename one, or leave it out")
 
+    @property
+    def _variants(self) -> tuple[Variant, ...]:
+        return (*self.recipes, *self.once, *([(START, *self.start)] if self.start else ()))
+
     def runs(self, params: Sequence[str] = ()) -> dict[str, Recipe]:
         """Every recipe under the bindings `params`, its controls after it, by name."""
         load = functools.partial(load_config, RunConfig, config_dir=cli.CONFIG_DIR)
-        files = (*self.recipes, *self.once)
-        found = {PurePath(x).stem: Recipe(load(x, params), x, tuple(params)) for x in files}
+        found = {}
+        for variant in self._variants:
+            name, file, own = _parts(variant)
+            own = (*own, *params)
+            found[name] = Recipe(load(file, own), file, own, variant in self.once)
         result, configs = {}, [recipe.config for recipe in found.values()]
         for name, recipe in found.items():
             result[name] = recipe
-            for kind in self.controls:
-                bindings, label = (*params, *control(kind, recipe.config)), f"{name}_{kind}"
+            for kind in self.controls if name != START else ():
+                bindings = (*recipe.bindings, *control(kind, recipe.config))
+                label = f"{name}_{kind}"
                 if (config := load(recipe.file, bindings)) in configs:
                     continue
                 if label in found:
@@ -134,7 +159,7 @@ class StudyConfig(Config):
         return result
 
     def chosen(self, runs: dict[str, Recipe], only: Sequence[str] = ()) -> list[tuple[str, int]]:
-        """(recipe, seed) of all runs, or of the recipes `only`; all first seeds come first."""
+        """(recipe, seed) of all runs, or of the recipes `only` and the start; first seeds first."""
         for name in only:
             if name not in runs:
                 raise UserError(f"--only={name} is not one of the study's {', '.join(runs)}")
@@ -142,8 +167,8 @@ class StudyConfig(Config):
             (name, seed)
             for seed in self.seeds
             for name, recipe in runs.items()
-            if (not only or name in only)
-            and (recipe.file not in self.once or seed == self.seeds[0])
+            if (not only or name in (*only, START))
+            and (not recipe.is_once or seed == self.seeds[0])
         ]
 
 
@@ -197,18 +222,25 @@ def compute(
 ) -> None:
     """Trains and evaluates what is missing of a run. Raises `UserError` where training failed, and
     for a run of another configuration."""
-    folder, params = path / f"{name}-{seed}", (*recipe.bindings, f"RunConfig.seed={seed}")
+    folder, evaluations = path / f"{name}-{seed}", config.evaluations
+    fields: dict[str, Any] = {"seed": seed}
+    if config.start and name == START:
+        evaluations = ()
+    elif config.start:
+        fields["start_from"] = str(path / f"{START}-{seed}")
+    params = (*recipe.bindings, *(f"RunConfig.{field}={x!r}" for field, x in fields.items()))
     if (directory := RunDirectory(folder)).is_claimed:
-        wanted = recipe.config.replace(seed=seed).to_dict()
+        wanted = recipe.config.replace(**fields).to_dict()
         accepted_changes(folder, directory.read_config(), wanted, None)
     missing = []
-    for task, text in itertools.product(config.evaluations, texts):
+    for task, text in itertools.product(evaluations, texts):
         if pieces := texts[text]:
             task = task.replace(text=str(pieces[0]))
         file = results_file(folder, task, name, text)
         if not file.exists() or read_json(file).get("options") != task.to_dict():
             missing.append((task, text))
-    if config.evaluations and not missing:
+    is_trained = evaluations or recipe.config.steps in complete_steps(folder / "checkpoints")
+    if is_trained and not missing:
         return
     logging.info("study: %s, seed %d", name, seed)
     command = [sys.executable, "-m", "experiments.launch", f"--gin={recipe.file}"]
@@ -283,6 +315,8 @@ def _sections(
     shown = {x.removesuffix(f", {MEMORY_ON}"): y for x, y in united.items() if MEMORY_OFF not in x}
     means = _rows({x: means_over_seeds(y, by_key) for x, y in by_label.items()}, kind.cells)
     found = [Section(f"{title}: {kind.value}", means, _pictures(kind, shown, output))]
+    if inside := {x: curve for x, y in by_label.items() if (curve := kind.within(y))}:
+        return [*found, Section(f"{title}: {kind.value}, less as trained", _rows(inside, cells))]
     every = Section(f"{title}: every seed, all tokens", _by_seed(measured, _all_tokens))
     pairs = {
         name: (_of_seeds(seeds, measured[base]), _of_seeds(measured[base], seeds))
@@ -302,7 +336,9 @@ def _sections(
     labels = f"{title} - {base}", kind.x_label, "nats per token"
     by_document.draw_curves(picture, *labels, less_base(kind.x))
     sentence = f"Below 0 a recipe is better than {base} on the same tokens, mean of its seeds."
-    table, name = _rows(less_base(by_key), cells), f"{title}: nats per token, less {base}"
+    both = (_rows(less_base(bucket), cells) for bucket in (by_key, _every_token))
+    table = [row | every for row, every in zip(*both, strict=True)]
+    name = f"{title}: nats per token, less {base}"
     found.append(Section(name, table, [Picture(picture, sentence)]))
     numbers = {x.document for x in next(iter(united.values()))} - {None}
     # Fewer numbers than documents: some piece was too short.
@@ -314,9 +350,11 @@ def _sections(
 def _headroom(
     task: Task, title: str, measured: Measured, recipes: dict[str, Recipe]
 ) -> list[Section]:
-    """The share of the headroom that every recipe gives back, with the seeds of full attention."""
-    base = next(iter(measured))
-    full = next((x for x in measured if "full" in (x, recipes[x].config.model.method)), base)
+    """The share of the headroom that every recipe gives back, with the seeds of the one without a
+    memory that sees the most."""
+    base, models = next(iter(measured)), {x: recipes[x].config.model for x in measured}
+    plain = (x for x in models if x in (base, "full") or not has_in_place_memory(models[x]))
+    full = max(plain, key=lambda name: models[name].stream_window or math.inf)
     if full == base:
         return []
     ceiling = measured[full]
@@ -358,9 +396,13 @@ def _by_seed(measured: Measured, numbers: Callable[[Series[Any]], dict[str, floa
     return rows
 
 
+def _every_token(record: Any) -> str | None:
+    return None if record.document is None else "all"
+
+
 def _all_tokens(series: Series[Any]) -> dict[str, float]:
     """Nats per token over all records, by label."""
-    curves, _ = by_document.means_of(series, lambda x: None if x.document is None else 0)
+    curves, _ = by_document.means_of(series, _every_token)
     return {name: float(x.mean[0]) for name, (_, x) in curves.items()}
 
 
@@ -372,14 +414,15 @@ def write_records(
     file: Path,
     command: str,
 ) -> None:
-    """Writes a line of JSON with what holds for all others, of every recipe its file and the digest
-    of its configuration without the seed; then one for every row of the `sections`, [mean, half]
-    where a cell has an interval."""
+    """Writes a line of JSON with what holds for all others, of every recipe its file, the digest of
+    its configuration without seed and start, and its bindings; then one for every row of the
+    `sections`, [mean, half] where a cell has an interval."""
     machine, trained, commits = environment(), {}, set()
     for name, seed in config.chosen(recipes):
         if (run := RunDirectory(path / f"{name}-{seed}")).is_claimed:
-            found = run.read_config() | {"seed": None, "sha256": None}
-            trained[name] = recipes[name].file, digest(json.dumps(found, sort_keys=True))[:12]
+            found = run.read_config() | dict.fromkeys(("seed", "start_from", "sha256"))
+            short = digest(json.dumps(found, sort_keys=True))[:12]
+            trained[name] = recipes[name].file, short, *recipes[name].bindings
             commits.add(read_json(run.path / "environment.json").get("commit") or "unknown")
     count = machine["cpu_count"] if machine["platform"] == "cpu" else jax.device_count()
     head = {

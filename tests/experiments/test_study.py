@@ -81,7 +81,7 @@ def _compute(study, path):
     recipes, texts, run = study.runs(), _texts(study, path), mock.Mock()
     run.side_effect = lambda x, check: commands.run(x[2].removeprefix("experiments."), *x[3:])
     with mock.patch.object(runs, "subprocess", mock.Mock(run=run)):
-        for name, seed in study.chosen(recipes):
+        for name, seed in sorted(study.chosen(recipes), key=lambda run: run[0] != runs.START):
             runs.compute(study, name, seed, recipes[name], texts, path)
     return recipes, texts, run.call_count
 
@@ -158,10 +158,21 @@ def test_recipes_on_rows_that_are_drawn_are_compared_seed_by_seed(tmp_path):
     lines = [f"include '{x}'" for x in (METHODS["other"][0], "train/adamw_short.gin")]
     (tmp_path / "own.gin").write_text("\n".join([*lines, *DRAWN]))
     options = {"seeds": (3, 5), "evaluations": (Evidence(max_rows=9),)}
-    study = StudyConfig(recipes=(f"{tmp_path}/own.gin",), **options)
-    recipes, texts, _ = _compute(study, tmp_path)
-    assert texts == {"evidence": None}
-    write_study(study, recipes, texts, tmp_path)
+    start, own = f"{tmp_path}/own.gin", ("own", f"{tmp_path}/own.gin", "STEPS=2")
+    study = StudyConfig(recipes=(own,), start=(start, "ScheduleConfig.peak=1e-3"), **options)
+    recipes, texts, trained = _compute(study, tmp_path)
+    assert (texts, trained) == ({"evidence": None}, 4)
+    for seed in study.seeds:
+        for name, steps, peak, before in (("start", 1, 1e-3, None), ("own", 2, 1e-2, "start")):
+            run = RunDirectory(tmp_path / f"{name}-{seed}").read_config()
+            assert (run["steps"], run["optimizer"]["schedule"]["peak"]) == (steps, peak)
+            assert run["start_from"] == (before and f"{tmp_path}/{before}-{seed}")
+    assert not (tmp_path / "start-3" / "eval").exists()
+    sections = write_study(study, recipes, texts, tmp_path)
+    write_records(study, recipes, sections, tmp_path, tmp_path / "records.jsonl", "COMMAND")
+    head = json.loads((tmp_path / "records.jsonl").read_text().splitlines()[0])
+    assert [x[2:] for x in head["recipes"].values()] == [["STEPS=2"], ["ScheduleConfig.peak=1e-3"]]
+    assert _compute(study, tmp_path)[-1] == 0
     tables = (tmp_path / "tables.txt").read_text()
     table = tables.split("Evidence: accuracy by distance (evidence): every seed\n")[1]
     rows = dict(re.findall(r"^own, (\S.*?/\S+(?: \d+)?)  +(.*)$", table, re.MULTILINE))
@@ -195,9 +206,11 @@ def test_mistakes_are_refused(folder, tmp_path):
     refused(f"--only=x is not one of the study's {names}", study.chosen, study.runs(), ["x"])
     for kind, param in (
         ("recipes", "once=('x/base',)"),
+        ("recipes", "once=(('base', 'x.gin'),)"),
         ("evaluations", "evaluations=(@Needle(), @Needle())"),
     ):
         refused(f"two {kind} of |have one name: ", _study, folder, f"StudyConfig.{param}")
+    refused("must each be a name and a file", _study, folder, "StudyConfig.recipes=(('x',),)")
     text = (folder / "base.gin").read_text()
     (folder / "longer.gin").write_text(text.replace("seq_len=32", "seq_len=64"))
     for words, param in (

@@ -59,6 +59,7 @@ VARIANTS = {
     "half-lives of orthogonalized": _ipttcd(half_lives=(9.0,), orthogonalizes_updates=True),
     "corrected": _ipttcd(corrects_errors=True),
     "corrected, the teacher's features": _ipttcd(corrects_errors=True, error="teacher"),
+    "the gap alone": _ipttcd(error="gap"),
     "the student's features, the teacher's gate": _ipttcd(error="student", gate="teacher"),
     "corrected, with half-lives": _ipttcd(corrects_errors=True, half_lives=(4.0, 90.0)),
     "associative": _ipttcd(form="associative"),

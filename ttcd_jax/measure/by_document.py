@@ -361,6 +361,12 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
         return table_of(cls.key, columns)
 
     @classmethod
+    def within(cls, seeds: Sequence[Sequence[Record]]) -> Curve | None:
+        """Differences inside the records of one model, of all `seeds`; None of a task whose buckets
+        are those of every model."""
+        return None
+
+    @classmethod
     def headroom(cls, seeds: Sequence[Series[Record]], control: str, ceiling: str) -> list[Row]:
         """A row per bucket, and one of all: the share of the headroom, the losses of `control` less
         those of `ceiling`, that every other series gives back, a ratio of totals over documents,

@@ -48,7 +48,8 @@ class MemoryConfig(in_place.PrefixSettings):
     `has_teacher_conv`, `has_student_conv`: the convolutions of the features, which begin as
     `teacher_conv_init` and `student_conv_init`. `has_token_rate`: the gate sigmoid(t . b) on
     errors, which `gate` "teacher" computes from x (not published). `error`: what is written, the
-    difference of the teacher's features from the student's, or one of them, as a control.
+    difference of the teacher's features from the student's, the same before their convolutions
+    ("gap"), or one of them, as a control.
     `normalizes_keys`, `normalizes_errors`: to norm 1, where `zero_slope` is the gradient at a zero
     vector (published: 1e6). `output`: the features read through the memory, the teacher's after its
     convolution, before it, or the student's. `renorm_chunks`: |W| is held at |W_base|, in groups of
@@ -59,7 +60,7 @@ class MemoryConfig(in_place.PrefixSettings):
     has_student_conv: bool = True
     has_token_rate: bool = True
     gate: Literal["student", "teacher"] = "student"
-    error: Literal["difference", "teacher", "student"] = "difference"
+    error: Literal["difference", "gap", "teacher", "student"] = "difference"
     normalizes_keys: bool = True
     normalizes_errors: bool = False
     output: Literal["teacher", "teacher_raw", "student"] = "teacher"
@@ -193,12 +194,13 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
 
     def operands(self, convolved: Convolved) -> tuple[Float[Array, "B C L F"], Writes]:
         """The update: to change its rule, change e and k here."""
-        (teacher, _, beta, log_decay), difference, z_target, keys = convolved
+        (teacher, student, beta, log_decay), difference, z_target, keys = convolved
         settings, dtype = self.settings, teacher.dtype
         z_out = {"teacher": z_target, "teacher_raw": teacher, "student": keys}[settings.output]
         if settings.normalizes_keys and settings.output == "student":
             keys = l2_normalize(keys, settings.zero_slope)
         values = {"teacher": z_target, "student": z_target - difference, "difference": difference}
+        values["gap"] = teacher - student
         errors = weight_product(values[settings.error], self.down[...].astype(dtype))
         if settings.normalizes_errors:
             errors = l2_normalize(errors, settings.zero_slope)
@@ -220,6 +222,7 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
         features, difference, z_target, keys = convolved
         gap, is_causal = features.teacher - features.student, self.settings.is_conv_causal
         gap = short_conv(gap, self._taps()[1], is_causal=is_causal, segment_ids=segments)
+        features = features._replace(student=features.teacher)
         return self.operands((features, difference - gap, z_target, keys))[1]
 
     def views(self, convolved: Convolved) -> Views:

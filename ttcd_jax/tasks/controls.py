@@ -1,7 +1,7 @@
 """What the memory of a trained model is worth, and of what: its losses under controls."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -11,7 +11,7 @@ from flax import nnx
 from ttcd_kernels.table import Row
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.measure.by_document import Curve, Selection, cells, differences, means_of
+from ttcd_jax.measure.by_document import Curve, Selection, cells, means_of, means_over_seeds
 from ttcd_jax.measure.pictures import Picture, plot_bars
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Series, Subject, register, table_of
@@ -132,14 +132,14 @@ class Controls(FirstTokens[ControlLoss]):
         for label, (names, means) in means_of(series, lambda x: x.control)[0].items():
             prefix = f"{label}: " if len(series) > 1 else ""
             columns[f"{prefix}nats per token"] = cells(names, means)
-            columns[f"{prefix}{LESS}"] = cells(*_less_trained(series[label]))
+            columns[f"{prefix}{LESS}"] = cells(*cls.within([series[label]]))
         return table_of(cls.key, columns)
 
     @classmethod
     def pictures(
         cls, folder: Path, series: Series[ControlLoss], chance: float | None
     ) -> list[Picture]:
-        found = {label: _less_trained(records) for label, records in series.items()}
+        found = {label: cls.within([records]) for label, records in series.items()}
         groups = [*dict.fromkeys(name for names, _ in found.values() for name in names)]
         means = {x: dict(zip(y, z.mean.tolist(), strict=True)) for x, (y, z) in found.items()}
         bars = {label: [*map(by_name.get, groups)] for label, by_name in means.items()}
@@ -147,10 +147,11 @@ class Controls(FirstTokens[ControlLoss]):
         plot_bars(folder / (path := Path(f"{cls.name}.png")), groups=groups, series=bars, **labels)
         return [Picture(path, cls.sentence)]
 
-
-def _less_trained(records: list[ControlLoss]) -> Curve:
-    trained = [x for x in records if x.control == TRAINED]
-    others = [x for x in records if x.control != TRAINED]
-    names = dict.fromkeys(x.control for x in others)
-    base = [x._replace(control=name) for name in names for x in trained]
-    return differences(others, base, lambda x: x.control)
+    @classmethod
+    def within(cls, seeds: Sequence[Sequence[ControlLoss]]) -> Curve:
+        """Of every control, less as trained."""
+        others = [[x for x in records if x.control != TRAINED] for records in seeds]
+        names = dict.fromkeys(x.control for x in others[0])
+        trained = ([x for x in records if x.control == TRAINED] for records in seeds)
+        base = [[x._replace(control=name) for name in names for x in found] for found in trained]
+        return means_over_seeds(others, lambda x: x.control, base)

@@ -63,7 +63,8 @@ class MADSweepConfig(Config):
 
     `num_train` lowers the number of training rows. `init_std` is that of all normal
     initialisations; with a larger one recall is learned from far fewer rows
-    (experiments/RESULTS.md). `corrects_errors`: IP-TTCD by the delta rule, as in the small recipes.
+    (experiments/RESULTS.md). `corrects_errors`: IP-TTCD by the delta rule, as in the small recipes;
+    `has_gap` False: its student sees what the teacher sees.
     """
 
     recipe: RecipeConfig
@@ -78,6 +79,7 @@ class MADSweepConfig(Config):
     num_test: Positive = 1280
     init_std: PositiveFloat = 0.02
     corrects_errors: bool = False
+    has_gap: bool = True
 
 
 class Hyper(NamedTuple):
@@ -99,7 +101,7 @@ def jobs(config: MADSweepConfig) -> list[Job]:
     stop = None if config.settings == "all" else 1
     chosen = [setting for task in config.tasks for setting in tasks.settings(task)[:stop]]
     fields: dict[str, Any] = {"init_std": config.init_std, "precision": config.precision}
-    fields["corrects_errors"] = config.corrects_errors
+    fields |= {"corrects_errors": config.corrects_errors, "has_gap": config.has_gap}
     found = []
     for (name, data, num_rows), method in itertools.product(chosen, config.methods):
         num_train = min(num_rows, config.num_train or num_rows)
@@ -164,11 +166,12 @@ def mad_config(
     *,
     window: int | None = None,
     corrects_errors: bool = False,
+    has_gap: bool = True,
     **fields: Any,
 ) -> TransformerConfig:
     """Two layers with four heads, both fast where a method has fast layers, of the published sizes
     unless `fields` change them. The teacher's window is 16 for tasks of 32 tokens, 32 for the
-    others, or `window`; the student's and the chunk are half of it.
+    others, or `window`; the student's (if it `has_gap`) and the chunk are half of it.
 
     Methods are as published for training from scratch. With `corrects_errors` IP-TTCD is that of
     method/ipttcd_delta.gin. The publication of LaCT does not specify its initial state: here
@@ -184,7 +187,7 @@ def mad_config(
         memory = memory.replace(corrects_errors=True, **taps)
     target = TargetMemoryConfig(chunk_size=chunk, block_chunks=1)
     by_method = {
-        "ipttcd": in_place | {"student_window": chunk, "memory": memory},
+        "ipttcd": in_place | {"student_window": chunk if has_gap else window, "memory": memory},
         "ipttt": in_place | {"memory": target},
         "lact": {"window": window, "memory": LaCTMemoryConfig(chunk_size=chunk, low_rank=None)},
         "swa": {"window": window},

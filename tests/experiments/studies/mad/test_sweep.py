@@ -48,6 +48,7 @@ def test_the_published_sizes():
     assert corrected.memory.corrects_errors
     assert num_params(Transformer, corrected) == num_params(Transformer, ipttcd)
     assert mad_config("swa", TASK, corrects_errors=True) == swa
+    assert mad_config("ipttcd", TASK, has_gap=False) == ipttcd.replace(student_window=32)
 
 
 def test_an_autoencoder_reads_the_last_state_alone_and_every_parameter_learns():
