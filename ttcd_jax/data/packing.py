@@ -18,6 +18,7 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -34,6 +35,11 @@ AGAIN = "copy it again, or prepare it anew (experiments.prepare_data)"
 def token_dtype(vocab_size: int) -> np.dtype:
     """uint16 if it holds every id, else uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    """A file of ids: a plain array, since slices of a memmap cost numpy more."""
+    return np.asarray(np.memmap(path, dtype, "r"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,6 +69,17 @@ class TokenRecords:
     def sizes(self) -> np.ndarray:
         """Tokens of each document, bos and eos included, int64 [documents]."""
         return np.diff(self.starts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which maps the files itself."""
+        shards = [shard.dtype for shard in self.shards] if self.files else self.shards
+        return vars(self) | {"shards": shards}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        paths = (path for path, _ in state["files"])
+        vars(self).update(state)
+        if self.files:
+            vars(self)["shards"] = list(map(mapped, paths, state["shards"]))
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Ids [stop - start] of the tokens `start` to `stop` of a document. Raises `DataError` for

@@ -1,13 +1,19 @@
 """Batches as a pure function of (seed, step): nothing to save, the same for any process count."""
 
 import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grain
 import numpy as np
+from absl import flags
 
-from ttcd_jax.errors import DataError
+from ttcd_jax.errors import DataError, ResourceError
 from ttcd_jax.tokens import check_tokens
 
 # start step -> the caller's batches from that step on, each int [batch_size, seq_len + 1].
@@ -21,8 +27,8 @@ class Batches:
     """Batches of a random-access source of rows (dicts of arrays of one shape).
 
     Row r of step s is row s * batch_size + r of the source, which is repeated forever. `rows`: the
-    rows of a batch that this process makes, by default all. With `vocab_size`, raises `DataError`
-    for a batch with tokens outside.
+    rows of a batch that this process makes, by default all, in `num_workers` processes, or in a
+    thread if that is 0. With `vocab_size`, raises `DataError` for a batch with tokens outside.
     """
 
     def __init__(
@@ -32,11 +38,12 @@ class Batches:
         batch_size: int,
         rows: Sequence[int] | None = None,
         vocab_size: int | None = None,
+        num_workers: int = 0,
     ) -> None:
         # grain types rows as optional, for datasets with filters; here are no filters.
         self._data: Any = grain.MapDataset.source(source).repeat(None)
         self._batch_size, self._vocab_size = batch_size, vocab_size
-        self._rows = range(batch_size) if rows is None else rows
+        self._rows, self._num_workers = range(batch_size) if rows is None else rows, num_workers
 
     def at(self, step: int) -> Fields:
         """The rows of the batch of `step`: fields [len(rows), ...]."""
@@ -48,13 +55,52 @@ class Batches:
         return fields
 
     def iterate(self, start_step: int, num_steps: int) -> Iterator[tuple[int, Fields]]:
-        """(step, at(step)) for `num_steps` steps, prefetched by a thread that ends with it."""
-        steps = grain.MapDataset.range(start_step, start_step + num_steps)
+        """(step, at(step)) for `num_steps` steps, made ahead by a thread or by processes that end
+        with it. Raises `ResourceError` when one of these is killed."""
+        steps = range(start_step, start_step + num_steps)
+        made = grain.MapDataset.range(steps.start, steps.stop).map(self.at)
         # One thread: making rows is Python, which a second thread would not speed up.
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-        batches = iter(steps.map(self.at).to_iter_dataset(ahead))
-        with contextlib.closing(batches):
-            yield from zip(range(start_step, start_step + num_steps), batches, strict=True)
+        dataset = made.to_iter_dataset(ahead)
+        if self._num_workers:
+            dataset = _in_processes(made, self._num_workers)
+        with contextlib.closing(iter(dataset)) as batches:
+            try:
+                yield from zip(steps, batches, strict=True)
+            except RuntimeError as error:
+                if (killed := re.search(r"exit code (-\d+)", str(error))) is None:
+                    raise
+                raise ResourceError(
+                    f"one of {self._num_workers} processes that make batches was killed (status "
+                    f"{killed[1]}), perhaps out of memory: lower RunConfig.data_workers"
+                ) from error
+
+
+def _in_processes(dataset: grain.MapDataset, num_workers: int) -> grain.IterDataset:
+    """The elements in their order, of which each process makes every `num_workers`-th."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # grain asks for one of its own, also in a library's caller
+    # Arrays go through pipes: a container has 64 MB of shared memory, and a kill leaves it full.
+    copied = grain.experimental.DatasetOptions(min_shm_size=2**62)
+    one_by_one = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    return grain.experimental.WithOptionsIterDataset(one_by_one, copied).mp_prefetch(
+        grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=2), _start_worker
+    )
+
+
+def _start_worker(number: int, count: int) -> None:
+    """Leaves to the parent what stops a run or asks it for something: it may need batches yet."""
+    names = "SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"
+    end_with_parent(*(signal.Signals[name] for name in names))
+
+
+def end_with_parent(*ignored: signal.Signals) -> None:
+    """Leaves signals to the parent of this process, and ends it when the parent is killed."""
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 class CallerBatches:

@@ -60,6 +60,11 @@ def build_data(
     """(batches of training or of the caller, manifest). This process uses `rows` of each."""
     data, size, entries = config.data, config.batch_size, config.model.vocab_size
     if isinstance(data, BatchesConfig):
+        if config.data_workers:
+            raise UserError(
+                f"RunConfig.data_workers {config.data_workers} with BatchesConfig: the caller makes "
+                "the batches, leave it out"
+            )
         if not callable(make):
             raise UserError(
                 f"RunConfig.data is BatchesConfig, and batches are {make!r:.60}: pass a function "
@@ -74,7 +79,8 @@ def build_data(
             "pass them to ttcd_jax.train_run"
         )
     source, manifest = data.rows(config.seed, size)
-    return Batches(source, batch_size=size, rows=rows, vocab_size=entries), manifest
+    workers: Any = {"num_workers": config.data_workers}
+    return Batches(source, batch_size=size, rows=rows, vocab_size=entries, **workers), manifest
 
 
 def _compared(make: MakeBatches) -> MakeBatches:

@@ -25,6 +25,7 @@ SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < v
 LAYOUT = (
     *("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "evaluations", "trackers"),
     *("max_skipped_steps", "spike_factor", "model.remat", "model.scans_layers", "metrics"),
+    "data_workers",
 )
 # Those that make another run. All others change when the user names them.
 LASTING = (
@@ -66,6 +67,9 @@ class RunConfig(Config):
 
     `memory_warmup`: so many steps in which the rate eta of the memories rises linearly from 0, in
     training alone; evaluations read with the whole eta.
+
+    `data_workers`: processes on every node that make its batches, where a thread is too slow (see
+    `data_wait` in `metrics.jsonl`); the batches are the same. Each has a copy of text in memory.
     """
 
     model: TransformerConfig
@@ -92,6 +96,7 @@ class RunConfig(Config):
     memory_warmup: NonNegative = 0
     trackers: tuple[str, ...] = ()
     metrics: tuple[str, ...] = IN_STEP
+    data_workers: NonNegative = 0
     mesh: MeshConfig | None = None
 
     @property
