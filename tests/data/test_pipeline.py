@@ -135,7 +135,7 @@ def test_workers_make_the_batches_of_a_thread_of_records_and_text(tmp_path):
     parts = text, RecordsConfig(paths=str(tmp_path / "records"), seq_len=8, packing="best_fit")
     options = {"batch_size": 4, "rows": (1, 3), "vocab_size": 258}
     source, _ = MixtureConfig(parts=parts, weights=(1, 2), seq_len=8).rows(0, 4)
-    thread, workers = (Batches(source, **options, num_workers=n) for n in (0, 3))
+    thread, workers = (Batches(source, **options, num_workers=n) for n in (0, 2))
     for (step, ours), (expected, theirs) in zip(
         workers.iterate(7, 8), thread.iterate(7, 8), strict=True
     ):
@@ -161,11 +161,12 @@ def test_workers_keep_on_after_signals_and_end_with_their_parent(tmp_path, is_pa
             assert (number, processes) == (step, [seen[step % 2]] * 2)
             parent.stdin.write("\n")
             parent.stdin.flush()
-        assert len(workers := {*seen}) == 2
+        workers = {*seen}
+        assert len(workers) == 2
         os.kill(parent.pid if is_parent else seen[0], signal.SIGKILL)
         _, error = parent.communicate("\n" * 99, timeout=60)
     if not is_parent:
-        killed = "one of 2 processes that make batches was killed (status -9), perhaps out of memory"
+        killed = "one of 2 processes that make batches was killed (status -9), perhaps out of"
         assert killed in error.splitlines()[-1]
     deadline = time.monotonic() + 30
     while any(os.path.exists(f"/proc/{worker}") for worker in workers):

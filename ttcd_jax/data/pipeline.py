@@ -60,15 +60,14 @@ class Batches:
         steps = range(start_step, start_step + num_steps)
         made = grain.MapDataset.range(steps.start, steps.stop).map(self.at)
         # One thread: making rows is Python, which a second thread would not speed up.
-        ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-        dataset = made.to_iter_dataset(ahead)
+        dataset = made.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
         if self._num_workers:
             dataset = _in_processes(made, self._num_workers)
         with contextlib.closing(iter(dataset)) as batches:
             try:
                 yield from zip(steps, batches, strict=True)
             except RuntimeError as error:
-                if (killed := re.search(r"exit code (-\d+)", str(error))) is None:
+                if not (killed := re.search(r"exit code (-\d+)", str(error))):
                     raise
                 raise ResourceError(
                     f"one of {self._num_workers} processes that make batches was killed (status "
@@ -78,26 +77,20 @@ class Batches:
 
 def _in_processes(dataset: grain.MapDataset, num_workers: int) -> grain.IterDataset:
     """The elements in their order, of which each process makes every `num_workers`-th."""
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # grain asks for one of its own, also in a library's caller
+    flags.FLAGS.mark_as_parsed()  # grain asks for one of its own, in a library's caller too
     # Arrays go through pipes: a container has 64 MB of shared memory, and a kill leaves it full.
     copied = grain.experimental.DatasetOptions(min_shm_size=2**62)
     one_by_one = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     return grain.experimental.WithOptionsIterDataset(one_by_one, copied).mp_prefetch(
-        grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=2), _start_worker
+        grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=2),
+        lambda *_: end_with_parent("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"),
     )
 
 
-def _start_worker(number: int, count: int) -> None:
-    """Leaves to the parent what stops a run or asks it for something: it may need batches yet."""
-    names = "SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"
-    end_with_parent(*(signal.Signals[name] for name in names))
-
-
-def end_with_parent(*ignored: signal.Signals) -> None:
-    """Leaves signals to the parent of this process, and ends it when the parent is killed."""
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
+def end_with_parent(*left_to_parent: str) -> None:
+    """Ignores signals in a worker, and ends it when its parent is killed."""
+    for name in left_to_parent:
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

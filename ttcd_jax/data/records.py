@@ -24,7 +24,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -255,9 +254,8 @@ def _encoded(
         yield from ((batch, encode(batch)) for batch, _ in batches)
         return
     context, pending = multiprocessing.get_context("spawn"), collections.deque()
-    pool = concurrent.futures.ProcessPoolExecutor(
-        num_processes, context, end_with_parent, [signal.SIGINT]
-    )
+    start = end_with_parent, ("SIGINT",)
+    pool = concurrent.futures.ProcessPoolExecutor(num_processes, context, *start)
     try:
         for batch, num_bytes in batches:  # `pool.map` would read the whole corpus first
             is_long = num_bytes > _LONG_BYTES

@@ -62,8 +62,8 @@ def build_data(
     if isinstance(data, BatchesConfig):
         if config.data_workers:
             raise UserError(
-                f"RunConfig.data_workers {config.data_workers} with BatchesConfig: the caller makes "
-                "the batches, leave it out"
+                f"RunConfig.data_workers {config.data_workers} with BatchesConfig: leave it out, "
+                "the caller makes the batches"
             )
         if not callable(make):
             raise UserError(
@@ -79,8 +79,8 @@ def build_data(
             "pass them to ttcd_jax.train_run"
         )
     source, manifest = data.rows(config.seed, size)
-    workers: Any = {"num_workers": config.data_workers}
-    return Batches(source, batch_size=size, rows=rows, vocab_size=entries, **workers), manifest
+    options: Any = {"vocab_size": entries, "num_workers": config.data_workers}
+    return Batches(source, batch_size=size, rows=rows, **options), manifest
 
 
 def _compared(make: MakeBatches) -> MakeBatches:
