@@ -376,9 +376,6 @@ FAULTS = {
     "two, an error of one": _both((7, 3), "fails", 5, _DATA, "a.txt has gone", victims=(1,)),
     "two, an error of both": _both((3, 3), "fails", 5, _DATA, "a.txt has gone"),
     "two, a directory in use": Fault(_locked, checkpoints=1, processes=2),
-    "two become one": Fault(
-        _started(_MESH, "MeshConfig.seq=2", devices=2, processes=1), processes=2
-    ),
     "one, two, four, one": Fault(_resized),
     "four devices": Fault(_started(_MESH, "MeshConfig.data=2", "MeshConfig.seq=2", devices=4)),
     "two devices": Fault(_started(_MESH, "MeshConfig.tensor=2", devices=2)),

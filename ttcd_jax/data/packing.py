@@ -77,14 +77,11 @@ class TokenRecords:
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process, which maps the files itself."""
-        shards = [shard.dtype for shard in self.shards] if self.files else self.shards
-        return vars(self) | {"shards": shards}
+        return vars(self) | {"shards": [x.dtype if self.files else x for x in self.shards]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        paths = (path for path, _ in state["files"])
-        vars(self).update(state)
-        if self.files:
-            vars(self)["shards"] = list(map(mapped, paths, state["shards"]))
+        paths, shards = (path for path, _ in state["files"]), state["shards"]
+        vars(self).update(state, shards=[*map(mapped, paths, shards)] or shards)
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Ids [stop - start] of the tokens `start` to `stop` of a document. Raises `DataError` for
@@ -124,13 +121,11 @@ def encode_documents(
 def _encoded(encode: partial[np.ndarray], parts: list[_Part]) -> Iterator[np.ndarray]:
     """The ids of the parts in their order, by a thread per core where that is faster: a worker of
     `prepare_records` is one of many, and bytes are copied. Long parts would take the memory."""
-    is_fast = isinstance(encode.args[0], ByteTokenizer)
-    is_long = any(stop - start > 2**20 for _, start, stop in parts)
-    if is_fast or is_long or multiprocessing.parent_process():
+    is_alone = isinstance(encode.args[0], ByteTokenizer) or multiprocessing.parent_process()
+    if is_alone or any(stop - start > 2**20 for _, start, stop in parts):
         yield from map(encode, parts)
         return
-    cores = len(os.sched_getaffinity(0))
-    ahead = grain.ReadOptions(num_threads=cores, prefetch_buffer_size=2 * cores)
+    ahead = grain.ReadOptions(cores := len(os.sched_getaffinity(0)), 2 * cores)
     dataset: Any = grain.MapDataset.source(parts).map(encode).to_iter_dataset(ahead)
     with contextlib.closing(iter(dataset)) as encoded:
         yield from encoded

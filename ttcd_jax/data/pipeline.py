@@ -57,39 +57,37 @@ class Batches:
     def iterate(self, start_step: int, num_steps: int) -> Iterator[tuple[int, Fields]]:
         """(step, at(step)) for `num_steps` steps, made ahead by a thread or by processes that end
         with it. Raises `ResourceError` when one of these is killed."""
-        steps = range(start_step, start_step + num_steps)
-        made = grain.MapDataset.range(steps.start, steps.stop).map(self.at)
+        steps = grain.MapDataset.range(start_step, start_step + num_steps).map(self.at)
         # One thread: making rows is Python, which a second thread would not speed up.
-        dataset = made.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
-        if self._num_workers:
-            dataset = _in_processes(made, self._num_workers)
+        ahead, count = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4), self._num_workers
+        dataset = _in_processes(steps, count) if count else steps.to_iter_dataset(ahead)
         with contextlib.closing(iter(dataset)) as batches:
             try:
-                yield from zip(steps, batches, strict=True)
+                yield from enumerate(batches, start_step)
             except RuntimeError as error:
                 if not (killed := re.search(r"exit code (-\d+)", str(error))):
                     raise
                 raise ResourceError(
-                    f"one of {self._num_workers} processes that make batches was killed (status "
-                    f"{killed[1]}), perhaps out of memory: lower RunConfig.data_workers"
+                    f"one of {count} processes that make batches was killed (status {killed[1]}), "
+                    "perhaps out of memory: lower RunConfig.data_workers"
                 ) from error
 
 
-def _in_processes(dataset: grain.MapDataset, num_workers: int) -> grain.IterDataset:
-    """The elements in their order, of which each process makes every `num_workers`-th."""
+def _in_processes(dataset: grain.MapDataset, count: int) -> grain.IterDataset:
+    """The elements in their order, of which each process makes every `count`-th."""
     flags.FLAGS.mark_as_parsed()  # grain asks for one of its own, in a library's caller too
-    # Arrays go through pipes: a container has 64 MB of shared memory, and a kill leaves it full.
-    copied = grain.experimental.DatasetOptions(min_shm_size=2**62)
     one_by_one = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    # Arrays go through pipes: a container has 64 MB of shared memory.
+    copied = grain.experimental.DatasetOptions(min_shm_size=2**62)
     return grain.experimental.WithOptionsIterDataset(one_by_one, copied).mp_prefetch(
-        grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=2),
-        lambda *_: end_with_parent("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"),
+        grain.MultiprocessingOptions(count, per_worker_buffer_size=2),
+        lambda *_: follow_parent("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"),
     )
 
 
-def end_with_parent(*left_to_parent: str) -> None:
+def follow_parent(*left_to_it: str) -> None:
     """Ignores signals in a worker, and ends it when its parent is killed."""
-    for name in left_to_parent:
+    for name in left_to_it:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

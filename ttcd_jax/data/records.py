@@ -37,7 +37,7 @@ from ttcd_jax.config import differences
 from ttcd_jax.data.corpus import Census, CorpusConfig, EmptySplitError, Split, stream_documents
 from ttcd_jax.data.documents import Document, LeftOut
 from ttcd_jax.data.packing import AGAIN, TokenRecords, encode_documents, mapped, token_dtype
-from ttcd_jax.data.pipeline import end_with_parent
+from ttcd_jax.data.pipeline import follow_parent
 from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import DataError, UserError, listed
 from ttcd_jax.files import difference, is_file_name, read_json, sha256, write_json
@@ -253,9 +253,8 @@ def _encoded(
     if num_processes == 1:
         yield from ((batch, encode(batch)) for batch, _ in batches)
         return
-    context, pending = multiprocessing.get_context("spawn"), collections.deque()
-    start = end_with_parent, ("SIGINT",)
-    pool = concurrent.futures.ProcessPoolExecutor(num_processes, context, *start)
+    spawn, pending = multiprocessing.get_context("spawn"), collections.deque()
+    pool = concurrent.futures.ProcessPoolExecutor(num_processes, spawn, follow_parent, ("SIGINT",))
     try:
         for batch, num_bytes in batches:  # `pool.map` would read the whole corpus first
             is_long = num_bytes > _LONG_BYTES

@@ -61,10 +61,7 @@ def build_data(
     data, size, entries = config.data, config.batch_size, config.model.vocab_size
     if isinstance(data, BatchesConfig):
         if config.data_workers:
-            raise UserError(
-                f"RunConfig.data_workers {config.data_workers} with BatchesConfig: leave it out, "
-                "the caller makes the batches"
-            )
+            raise UserError(f"data_workers {config.data_workers} with BatchesConfig: leave it out")
         if not callable(make):
             raise UserError(
                 f"RunConfig.data is BatchesConfig, and batches are {make!r:.60}: pass a function "

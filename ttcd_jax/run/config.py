@@ -43,7 +43,8 @@ class RunConfig(Config):
     """A `model`, its training `data` and `optimizer`, trained for `steps` steps of `batch_size`
     rows, which are computed in `accumulation_steps` parts one after another on the devices of
     `mesh`; None: as `ttcd_jax.run.layout` chooses for the available devices. `seed` decides
-    parameters and the order of data. `loss_rows`: rows of logits computed at once.
+    parameters and the order of data. `loss_rows`: rows of logits computed at once. `data_workers`:
+    processes on each node that make its batches, where a thread is too slow (`data_wait`).
 
     `start_from`: a run directory whose newest parameters this run starts from, with a fresh
     optimizer; missing ones are drawn. `start_drops`: patterns (`layers/*/mlp/proj`) of parameters
@@ -67,9 +68,6 @@ class RunConfig(Config):
 
     `memory_warmup`: so many steps in which the rate eta of the memories rises linearly from 0, in
     training alone; evaluations read with the whole eta.
-
-    `data_workers`: processes on every node that make its batches, where a thread is too slow (see
-    `data_wait` in `metrics.jsonl`); the batches are the same. Each has a copy of text in memory.
     """
 
     model: TransformerConfig
