@@ -223,7 +223,7 @@ def _show(progress: Progress, step: int, left: str, steps: int, record: dict[str
     if ratios := [x for x in ratios if math.isfinite(x)]:
         parts.append(f"|eta S|/|W| {max(ratios):.3f}")
     if (wait := record.get("data_wait", 0)) > 0.02:
-        parts.append(f"{wait:.0%} waiting for data (RunConfig.data_workers)")
+        parts.append(f"{wait:.0%} waiting for data")
     if skipped := record.get("skipped_steps"):
         parts.append(f"{skipped:.0f} skipped")
     progress.show("  ".join(parts), is_last=step == steps)
