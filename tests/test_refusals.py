@@ -172,7 +172,7 @@ ZERO = {
     *("beta1", "beta2", "weight_decay", "momentum", "zero_slope", "warmup", "decay_ratio"),
     *("floor_ratio", "offset", "offset_max", "num_fewshot", "bos_id", "eos_id"),
     *("validation_percent", "validation_files", "temperature", "min_p", "sinks", "sink_tokens"),
-    *("layer", "start", "num_between", "num_before"),
+    *("layer", "start", "num_between", "num_before", "data_workers"),
 }
 
 

@@ -1,16 +1,22 @@
 """Batches as a pure function of (seed, step), made by several processes and read ahead."""
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 
+from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.pipeline import Batches
-from ttcd_jax.data.records import TokenRecords
-from ttcd_jax.data.sources import RecordsConfig, corpus_rows
+from ttcd_jax.data.records import TokenRecords, prepare_records
+from ttcd_jax.data.sources import MixtureConfig, RecordsConfig, TextConfig, corpus_rows
+from ttcd_jax.data.tokenizer import TokenizerConfig
+from ttcd_jax.errors import DataError
 
 NUM_ROWS = 24
 
@@ -102,3 +108,73 @@ def test_an_error_in_the_source_reaches_the_reader():
         with pytest.raises(OSError, match="row 9 is unreadable") as caught:
             next(steps)
     assert caught.tb  # the traceback still holds the iterator: it was closed, not collected
+
+
+WORKERS = """
+import os
+import sys
+from ttcd_jax.data.pipeline import Batches
+
+class Rows:
+    def __len__(self): return 8
+    def __getitem__(self, index): return {"process": os.getpid()}
+
+if __name__ == "__main__":
+    for step, batch in Batches(Rows(), batch_size=2, num_workers=2).iterate(0, 10**6):
+        print(step, *batch["process"], flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_workers_make_the_batches_of_a_thread_of_records_and_text(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {i}\n" for i in range(200)))
+    corpus = CorpusConfig(kind="text", path=str(tmp_path / "text.txt"))
+    (tmp_path / "records").mkdir()
+    prepare_records(corpus, TokenizerConfig(), tmp_path / "records", shard_tokens=200)
+    text = TextConfig(corpus=corpus, tokenizer=TokenizerConfig(), seq_len=8)
+    parts = text, RecordsConfig(paths=str(tmp_path / "records"), seq_len=8, packing="best_fit")
+    options = {"batch_size": 4, "rows": (1, 3), "vocab_size": 258}
+    source, _ = MixtureConfig(parts=parts, weights=(1, 2), seq_len=8).rows(0, 4)
+    thread, workers = (Batches(source, **options, num_workers=n) for n in (0, 2))
+    for (step, ours), (expected, theirs) in zip(
+        workers.iterate(7, 8), thread.iterate(7, 8), strict=True
+    ):
+        assert (step, ours.keys()) == (expected, theirs.keys())
+        assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+    with pytest.raises(DataError, match="outside the vocabulary of 3"):  # at the first batch
+        next(Batches(source, **options | {"vocab_size": 3}, num_workers=1).iterate(0, 9))
+
+
+def _is_alive(process):
+    with contextlib.suppress(OSError), open(f"/proc/{process}/stat") as file:
+        return file.read().rpartition(") ")[2][0] != "Z"  # which nobody has waited for
+    return False
+
+
+@pytest.mark.parametrize("is_parent", [True, False])
+def test_workers_keep_on_after_signals_and_end_with_their_parent(tmp_path, is_parent):
+    (tmp_path / "program.py").write_text(WORKERS)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, tmp_path / "program.py"], text=True, **pipes) as parent:
+        seen = []
+        for step in range(16):  # more than are made ahead
+            if step == 2:
+                for worker in {*seen}:
+                    for name in ("INT", "TERM", "HUP", "USR1", "USR2"):
+                        os.kill(worker, signal.Signals[f"SIG{name}"])
+            number, *processes = map(int, parent.stdout.readline().split())
+            seen.append(processes[0])
+            assert (number, processes) == (step, [seen[step % 2]] * 2)
+            parent.stdin.write("\n")
+            parent.stdin.flush()
+        workers = {*seen}
+        assert len(workers) == 2
+        os.kill(parent.pid if is_parent else seen[0], signal.SIGKILL)
+        _, error = parent.communicate("\n" * 99, timeout=60)
+    if not is_parent:
+        killed = "one of 2 processes that make batches was killed (status -9), perhaps out of"
+        assert killed in error.splitlines()[-1]
+    deadline = time.monotonic() + 30
+    while any(map(_is_alive, workers)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

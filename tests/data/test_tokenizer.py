@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import numpy as np
@@ -7,6 +8,8 @@ from checks import refused
 from tokenizers import decoders, models, pre_tokenizers
 
 from ttcd_jax.data import tokenizer as module
+from ttcd_jax.data.documents import Document
+from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError, ResourceError
 from ttcd_jax.tokens import check_tokens
@@ -145,9 +148,17 @@ def test_a_long_text_is_encoded_in_pieces_where_words_end(
     path.write_text(json.dumps(source))
     whole = _opened(path).encode(LONG)
     monkeypatch.setattr(module, "_PIECE_BYTES", 100)
-    pieces = list(_opened(path).encode_pieces(LONG))
+    tokenizer = _opened(path)
+    pieces = [tokenizer.encode_part(LONG, *x) for x in itertools.pairwise(tokenizer.cuts(LONG))]
     assert (len(pieces) > 20, len(pieces) == 1) == (is_divisible, not is_divisible)
     np.testing.assert_array_equal(np.concatenate(pieces), whole)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(3))  # threads
+    texts = [LONG, b"", LONG[:70], LONG[7:]]
+    (ids,) = encode_documents([Document("a", x) for x in texts], tokenizer).shards
+    framed = [[tokenizer.bos_id, *tokenizer.encode(x), tokenizer.eos_id] for x in texts]
+    assert ids.tolist() == list(itertools.chain(*framed))
+    documents = [Document("a", LONG), Document("b:2", LONG + b"\xff")]
+    refused("b:2: text is not UTF-8", encode_documents, documents, tokenizer, error=DataError)
     words = f"not UTF-8 at byte {len(LONG)} of {len(LONG) + 1}"
     refused(words, _opened(path).encode, LONG + b"\xff", error=DataError)
     if not is_divisible:

@@ -88,6 +88,8 @@ def test_batches_of_the_caller_are_compared_between_processes(monkeypatch):
     assert [*first] == ["batches 5 to 5", "batches 5 to 6", "batches 5 to 8"]
     later = told(lambda start: (np.full((2, 3), step - (step == 2)) for step in range(9)))
     assert [first[name] == later[name] for name in first] == [True, True, False]
+    words, config = "data_workers 2 with BatchesConfig: leave", config.replace(data_workers=2)
+    refused(words, build.build_data, config, [0], lambda start: [])
 
 
 @pytest.mark.parametrize("kind", ["recall", "batches", "text", "mixture"])

@@ -6,15 +6,17 @@ import random
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGTERM
 from typing import Any
 
-from tests.soak.run import STOPPED, Broken, Fault, Inject, Job, Run
+from tests.soak.run import STOPPED, Broken, Fault, Inject, Job, Run, check_rows
 from ttcd_jax.run.directory import METRICS
 from ttcd_jax.run.reporting import read_metrics
+from ttcd_jax.train.watchdog import PEER_LOST
 
 Damage = Callable[[Path, random.Random], object]
 
@@ -324,6 +326,23 @@ def _lost(damage: Damage) -> Fault:
     return Fault(_refused(lambda run: [run.checkpoints], damage, *texts), (4,), checkpoints=3)
 
 
+def _resized(run: Run, rng: random.Random) -> Job:
+    """One process, two, four and one again: each job is killed after it saved."""
+    noted, victims = run.folder / f"{run.path.name}.rows.log", range(4)
+    note = {"fault": ("notes_rows", str(noted)), "victims": victims}
+    for processes in (0, 2, 4):  # 0: its own number, one, in its own layout
+        job, start = run.start(**note, processes=processes, stop=99), run.newest
+        job.wait(lambda start=start: run.newest > start)
+        time.sleep(rng.uniform(0, 0.1))
+        for process in job.processes:
+            process.send_signal(SIGKILL)
+        job.end(-SIGKILL, PEER_LOST)
+    job = run.start("RunConfig.data_workers=1", **note)
+    job.end(STOPPED)
+    check_rows(run, noted)
+    return job
+
+
 def _rarely_saved(run: Run, rng: random.Random) -> Job:
     """Killed before its first checkpoint, the run goes on with more of them."""
     run.every = 1000
@@ -357,9 +376,7 @@ FAULTS = {
     "two, an error of one": _both((7, 3), "fails", 5, _DATA, "a.txt has gone", victims=(1,)),
     "two, an error of both": _both((3, 3), "fails", 5, _DATA, "a.txt has gone"),
     "two, a directory in use": Fault(_locked, checkpoints=1, processes=2),
-    "two become one": Fault(
-        _started(_MESH, "MeshConfig.seq=2", devices=2, processes=1), processes=2
-    ),
+    "one, two, four, one": Fault(_resized),
     "four devices": Fault(_started(_MESH, "MeshConfig.data=2", "MeshConfig.seq=2", devices=4)),
     "two devices": Fault(_started(_MESH, "MeshConfig.tensor=2", devices=2)),
     "four parts": Fault(_started("RunConfig.accumulation_steps=4")),

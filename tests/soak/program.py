@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from hashlib import sha256
 from typing import Any
 
 # What is called at a moment: a method, or a function of a module.
@@ -58,6 +59,22 @@ def clock(seed: int) -> None:
 def full_disk(size: int) -> None:
     """Limits the size of files."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def notes_rows(path: str) -> None:
+    """Appends step, number and digest of every row that this process trains on to a file."""
+    batches = pkgutil.resolve_name("ttcd_jax.data.pipeline:Batches")
+    iterate = batches.iterate
+
+    def noted(self: Any, *steps: int) -> Iterator[Any]:
+        for step, fields in iterate(self, *steps):
+            rows = zip(self._rows, fields["tokens"], strict=True)
+            lines = (f"{step} {row} {sha256(tokens).hexdigest()}\n" for row, tokens in rows)
+            with open(path, "a") as file:
+                file.write("".join(lines))
+            yield step, fields
+
+    batches.iterate = noted
 
 
 def reseeded() -> None:

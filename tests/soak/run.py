@@ -9,6 +9,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -18,6 +19,8 @@ import numpy as np
 from tests import commands
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_whole
+from ttcd_jax.run.build import build_data
+from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import METRICS, RunDirectory, load_params
 from ttcd_jax.run.reporting import read_metrics
 
@@ -25,7 +28,7 @@ PROGRAM = Path(__file__).parent / "program.py"
 CONFIG = Path(__file__).parent / "soak.gin"
 STEPS, STOPPED = 240, 75
 LIMIT_SECONDS = 200.0  # of a process
-HANG_SECONDS = 5
+HANG_SECONDS = 5  # of two processes
 TOLERANCE = 1e-9  # in float64, relative: on another mesh sums have another order
 _MIN_LEFT = 24  # steps of a run, for another fault
 
@@ -144,7 +147,8 @@ class Run:
             own = [fault] if fault and number in victims else []
             own += [("signals", "step", stop, 0, "SIGTERM")] if number == count - 1 else []
             several = f"--distributed=localhost:{port},{count},{number}"
-            rest = (f"--hang_seconds={HANG_SECONDS}", several) if count > 1 else ()
+            hang = f"--hang_seconds={HANG_SECONDS * count // 2}"
+            rest = (hang, several) if count > 1 else ()
             job.start(devices, stdout, json.dumps(own), "launch", *arguments, *rest)
         return job
 
@@ -299,6 +303,23 @@ def check_losses(run: Run, whole: Run) -> int:
                     f"{run.path}, exact to step {run.exact}"
                 )
     return len(ours)
+
+
+def check_rows(run: Run, noted: Path) -> None:
+    """Raises `Broken` unless the processes trained, at every step to the last checkpoint, on every
+    row that the configuration gives the step, whatever their number was."""
+    config = RunConfig.from_dict(RunDirectory(run.path).read_config())
+    batches: Any = build_data(config, range(config.batch_size))[0]
+    found = {tuple(line.split()) for line in noted.read_text().splitlines()}
+    first, last = (edge(int(step) for step, *_ in found) for edge in (min, max))
+    expected = {
+        (str(step), str(row), sha256(tokens).hexdigest())
+        for step in range(first, last + 1)
+        for row, tokens in enumerate(batches.at(step)["tokens"])
+    }
+    late = {x for x in expected if int(x[0]) >= run.newest}  # not all rows, when they were killed
+    if not expected - late <= found <= expected:
+        raise Broken(f"{noted} has other rows than those of {run.path}")
 
 
 def make_records(folder: Path) -> None:

@@ -15,25 +15,36 @@ import bisect
 import contextlib
 import dataclasses
 import functools
+import multiprocessing
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import grain
 import numpy as np
-from numpy.typing import ArrayLike
 
 from ttcd_jax.data.documents import Document
-from ttcd_jax.data.tokenizer import Tokenizer
+from ttcd_jax.data.tokenizer import ByteTokenizer, Tokenizer
 from ttcd_jax.errors import DataError
 from ttcd_jax.tokens import check_tokens
 
 Row = dict[str, np.ndarray]
+_Part = tuple[Document, int, int]  # of a document, from and to so many bytes
 AGAIN = "copy it again, or prepare it anew (experiments.prepare_data)"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """uint16 if it holds every id, else uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    """A file of ids: a plain array, since slices of a memmap cost numpy more."""
+    return np.asarray(np.memmap(path, dtype, "r"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,6 +75,14 @@ class TokenRecords:
         """Tokens of each document, bos and eos included, int64 [documents]."""
         return np.diff(self.starts)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which maps the files itself."""
+        return vars(self) | {"shards": [x.dtype if self.files else x for x in self.shards]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        paths, shards = (path for path, _ in state["files"]), state["shards"]
+        vars(self).update(state, shards=[*map(mapped, paths, shards)] or shards)
+
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Ids [stop - start] of the tokens `start` to `stop` of a document. Raises `DataError` for
         a mapped file that was cut: reading it would kill the process."""
@@ -85,13 +104,12 @@ def encode_documents(
     `samples_are_rows` as its own token ids. Raises `DataError` naming a document that is not UTF-8
     (with a `tokenizer.json`) or has ids outside the tokenizer's vocabulary."""
     dtype, ids, starts = token_dtype(tokenizer.vocab_size), bytearray(), [0]
-    for document in documents:
-        try:
-            for part in _encode(document, tokenizer, samples_are_rows):
-                ids += np.asarray(part, dtype).data
-        except DataError as error:
-            raise DataError(f"{document.name}: {error}") from error
-        starts.append(len(ids) // dtype.itemsize)
+    parts = [(x, *span) for x in documents for span in pairwise(tokenizer.cuts(x.text))]
+    encoded = _encoded(partial(_encode, tokenizer, samples_are_rows), parts)
+    for (document, _, stop), part in zip(parts, encoded, strict=True):
+        ids += part.data
+        if stop == len(document.text):
+            starts.append(len(ids) // dtype.itemsize)
     return TokenRecords(
         [np.frombuffer(ids, dtype)],
         np.array(starts),
@@ -100,19 +118,36 @@ def encode_documents(
     )
 
 
-def _encode(document: Document, tokenizer: Tokenizer, is_row: bool) -> Iterator[ArrayLike]:
-    bos, eos, ids = [tokenizer.bos_id], [tokenizer.eos_id], document.tokens
-    if ids is None:
-        if is_row:
-            raise DataError("this is text, and a sample that is a row has token ids")
-        yield bos
-        yield from tokenizer.encode_pieces(document.text)
-        yield eos
+def _encoded(encode: partial[np.ndarray], parts: list[_Part]) -> Iterator[np.ndarray]:
+    """The ids of the parts in their order, by a thread per core where that is faster: a worker of
+    `prepare_records` is one of many, and bytes are copied. Long parts would take the memory."""
+    is_alone = isinstance(encode.args[0], ByteTokenizer) or multiprocessing.parent_process()
+    if is_alone or any(stop - start > 2**20 for _, start, stop in parts):
+        yield from map(encode, parts)
         return
-    check_tokens(ids, tokenizer.vocab_size)
-    yield [] if is_row or ids[:1].tolist() == bos else bos
-    yield ids
-    yield [] if is_row or ids[-1:].tolist() == eos else eos
+    ahead = grain.ReadOptions(cores := len(os.sched_getaffinity(0)), 2 * cores)
+    dataset: Any = grain.MapDataset.source(parts).map(encode).to_iter_dataset(ahead)
+    with contextlib.closing(iter(dataset)) as encoded:
+        yield from encoded
+
+
+def _encode(tokenizer: Tokenizer, is_row: bool, part: _Part) -> np.ndarray:
+    """The ids of a part of a document, with bos where it begins and eos where it ends."""
+    document, start, stop = part
+    bos, eos, ids = [tokenizer.bos_id], [tokenizer.eos_id], document.tokens
+    has_bos, has_eos = start > 0, stop < len(document.text)
+    try:
+        if ids is not None:
+            check_tokens(ids, tokenizer.vocab_size)
+            has_bos, has_eos = is_row or ids[:1].tolist() == bos, is_row or ids[-1:].tolist() == eos
+        elif is_row:
+            raise DataError("this is text, and a sample that is a row has token ids")
+        else:
+            ids = tokenizer.encode_part(document.text, start, stop)
+    except DataError as error:
+        raise DataError(f"{document.name}: {error}") from error
+    framed = [] if has_bos else bos, ids, [] if has_eos else eos
+    return np.concatenate(framed, dtype=token_dtype(tokenizer.vocab_size), casting="unsafe")
 
 
 class PackedRows:

@@ -24,8 +24,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -38,7 +36,8 @@ import numpy as np
 from ttcd_jax.config import differences
 from ttcd_jax.data.corpus import Census, CorpusConfig, EmptySplitError, Split, stream_documents
 from ttcd_jax.data.documents import Document, LeftOut
-from ttcd_jax.data.packing import AGAIN, TokenRecords, encode_documents, token_dtype
+from ttcd_jax.data.packing import AGAIN, TokenRecords, encode_documents, mapped, token_dtype
+from ttcd_jax.data.pipeline import follow_parent
 from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import DataError, UserError, listed
 from ttcd_jax.files import difference, is_file_name, read_json, sha256, write_json
@@ -126,8 +125,7 @@ def open_records(folder: Path, split: Split) -> TokenRecords:
         list(pool.map(_check, sizes, sizes.values(), digests))
     *paths, last = sizes
     dtype = token_dtype(manifest["vocab_size"])
-    # Plain arrays: slices of a memmap cost numpy more.
-    shards = [np.asarray(np.memmap(path, dtype, "r")) for path in paths]
+    shards = [mapped(path, dtype) for path in paths]
     starts = np.fromfile(last, "<i8")  # no count of tokens reaches 2^63
     ends = np.cumsum([0, *(shard.size for shard in shards)])
     is_sound = (starts[0], starts[-1]) == (0, ends[-1]) and np.all(starts[:-1] < starts[1:])
@@ -255,8 +253,8 @@ def _encoded(
     if num_processes == 1:
         yield from ((batch, encode(batch)) for batch, _ in batches)
         return
-    context, pending = multiprocessing.get_context("spawn"), collections.deque()
-    pool = concurrent.futures.ProcessPoolExecutor(num_processes, context, _end_with_parent)
+    spawn, pending = multiprocessing.get_context("spawn"), collections.deque()
+    pool = concurrent.futures.ProcessPoolExecutor(num_processes, spawn, follow_parent, ("SIGINT",))
     try:
         for batch, num_bytes in batches:  # `pool.map` would read the whole corpus first
             is_long = num_bytes > _LONG_BYTES
@@ -281,14 +279,6 @@ def _encode(config: TokenizerConfig, samples_are_rows: bool, batch: _Batch) -> _
 
 
 _tokenizer = cache(build_tokenizer)
-
-
-def _end_with_parent() -> None:
-    """Leaves Ctrl-C to the parent, and ends this process when the parent is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 class _Writer:

@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,10 +82,13 @@ class ByteTokenizer:
         data = text.encode() if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
-    def encode_pieces(self, text: bytes) -> Iterator[np.ndarray]:
-        """The ids of `encode`, some at a time."""
-        ids = np.frombuffer(text, np.uint8)
-        yield from (ids[i : i + _PIECE_BYTES] for i in range(0, ids.size, _PIECE_BYTES))
+    def cuts(self, text: bytes) -> list[int]:
+        """Where the text may be cut: 0, ..., its length. Its parts have its ids."""
+        return [0, *range(_PIECE_BYTES, len(text), _PIECE_BYTES), len(text)]
+
+    def encode_part(self, text: bytes, start: int, stop: int) -> np.ndarray:
+        """The ids of a part between two cuts, of an integer type."""
+        return np.frombuffer(text, np.uint8)[start:stop]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids [T] without special tokens; bytes that are not UTF-8 become U+FFFD."""
@@ -147,7 +151,7 @@ class JsonTokenizer:
 
     def encode(self, text: bytes | str) -> np.ndarray:
         text = text.encode() if isinstance(text, str) else text
-        return np.concatenate(list(self.encode_pieces(text)))
+        return np.concatenate([self.encode_part(text, *x) for x in pairwise(self.cuts(text))])
 
     def encode_marked(self, text: str) -> np.ndarray:
         """The ids of a prompt in which the name of a special token is that token."""
@@ -156,17 +160,17 @@ class JsonTokenizer:
         with library_errors("the tokenizer cannot encode the text"):
             return np.array(marked.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def encode_pieces(self, text: bytes) -> Iterator[np.ndarray]:
-        """The ids of `encode`, some at a time; all at once where words may join across blanks."""
-        for start, stop in itertools.pairwise(self._cuts(text)):
-            if stop - start > _LARGE_PIECES * _PIECE_BYTES:
-                _check_memory(stop - start)
-            piece = decoded(text, start, stop)
-            with library_errors("the tokenizer cannot encode the text"):
-                encoding = self._tokenizer.encode(piece, add_special_tokens=False)
-            yield np.array(encoding.ids, np.int32)
+    def encode_part(self, text: bytes, start: int, stop: int) -> np.ndarray:
+        if stop - start > _LARGE_PIECES * _PIECE_BYTES:
+            _check_memory(stop - start)
+        piece, options = decoded(text, start, stop), {"add_special_tokens": False}
+        with library_errors("the tokenizer cannot encode the text"):
+            # Of batches, even of one, the library lets other threads run meanwhile.
+            (encoding,) = self._tokenizer.encode_batch_fast([piece], **options)
+        return np.array(encoding.ids, np.int32)
 
-    def _cuts(self, text: bytes) -> list[int]:
+    def cuts(self, text: bytes) -> list[int]:
+        """Only 0 and the length where words may join across blanks."""
         cuts = [0]
         while len(text) - cuts[-1] > _PIECE_BYTES and (pattern := self._end_of_word):
             if (end := pattern.search(text, cuts[-1] + _PIECE_BYTES)) is None:

@@ -60,6 +60,8 @@ def build_data(
     """(batches of training or of the caller, manifest). This process uses `rows` of each."""
     data, size, entries = config.data, config.batch_size, config.model.vocab_size
     if isinstance(data, BatchesConfig):
+        if config.data_workers:
+            raise UserError(f"data_workers {config.data_workers} with BatchesConfig: leave it out")
         if not callable(make):
             raise UserError(
                 f"RunConfig.data is BatchesConfig, and batches are {make!r:.60}: pass a function "
@@ -74,7 +76,8 @@ def build_data(
             "pass them to ttcd_jax.train_run"
         )
     source, manifest = data.rows(config.seed, size)
-    return Batches(source, batch_size=size, rows=rows, vocab_size=entries), manifest
+    options: Any = {"vocab_size": entries, "num_workers": config.data_workers}
+    return Batches(source, batch_size=size, rows=rows, **options), manifest
 
 
 def _compared(make: MakeBatches) -> MakeBatches:

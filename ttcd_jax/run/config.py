@@ -25,6 +25,7 @@ SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < v
 LAYOUT = (
     *("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "evaluations", "trackers"),
     *("max_skipped_steps", "spike_factor", "model.remat", "model.scans_layers", "metrics"),
+    "data_workers",
 )
 # Those that make another run. All others change when the user names them.
 LASTING = (
@@ -42,7 +43,8 @@ class RunConfig(Config):
     """A `model`, its training `data` and `optimizer`, trained for `steps` steps of `batch_size`
     rows, which are computed in `accumulation_steps` parts one after another on the devices of
     `mesh`; None: as `ttcd_jax.run.layout` chooses for the available devices. `seed` decides
-    parameters and the order of data. `loss_rows`: rows of logits computed at once.
+    parameters and the order of data. `loss_rows`: rows of logits computed at once. `data_workers`:
+    processes on each node that make its batches, where a thread is too slow (`data_wait`).
 
     `start_from`: a run directory whose newest parameters this run starts from, with a fresh
     optimizer; missing ones are drawn. `start_drops`: patterns (`layers/*/mlp/proj`) of parameters
@@ -92,6 +94,7 @@ class RunConfig(Config):
     memory_warmup: NonNegative = 0
     trackers: tuple[str, ...] = ()
     metrics: tuple[str, ...] = IN_STEP
+    data_workers: NonNegative = 0
     mesh: MeshConfig | None = None
 
     @property

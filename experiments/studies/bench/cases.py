@@ -17,7 +17,7 @@ from ttcd_kernels.measure import MIB, MILLISECOND, Row, over
 
 from experiments.cli import CONFIG_DIR
 from experiments.plan import PEAK_SHARE
-from ttcd_jax.config import DISTINCT, Config, NonNegativeFloat, Positive
+from ttcd_jax.config import DISTINCT, Config, NonNegative, NonNegativeFloat, Positive
 from ttcd_jax.data.pipeline import CallerBatches
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel, inference_model
@@ -100,26 +100,30 @@ def random_step(config: RunConfig) -> tuple[Callable[[], Any], int]:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data(Step):
     """A timed round reads `batches` batches of the training split of a file, made and read ahead on
-    the host. "step %": the time of a batch over that of a step, by its FLOPs at a share of the
-    peak, on a node of 8 H100, which one process feeds."""
+    the host by so many `workers` (0: a thread), also in other rows' turns. "step %": the time of a
+    batch over that of a step, by its FLOPs at a share of the peak, on a node of 8 H100, which one
+    process feeds."""
 
     batches: Positive = 50
+    workers: tuple[NonNegative, ...] = (0,)
 
     quick: ClassVar[Row] = Step.quick | {"batches": 2}
 
     def tables(self) -> Iterator[list[Row]]:
         hardware, count = parse_topology("h100x8")
         programs, configs, rows = {}, self.configs(), []
-        for gin, config in configs.items():
-            batches, _ = build_data(config, range(config.batch_size))
-            programs[gin] = lambda x=batches: sum(1 for _ in x.iterate(0, self.batches))
-        for gin, seconds in measure.median_seconds(programs, self.rounds).items():
+        for gin, workers in itertools.product(configs, self.workers):
+            config = configs[gin].replace(data_workers=workers)
+            stream = build_data(config, range(config.batch_size))[0].iterate(0, 2**20)
+            batches = functools.partial(itertools.islice, stream, self.batches)
+            programs[gin, workers] = lambda x=batches: sum(1 for _ in x())
+        for (gin, workers), seconds in measure.median_seconds(programs, self.rounds).items():
             size, length = configs[gin].batch_size, configs[gin].data.seq_len
             rate = self.batches / seconds
             tokens = rate * size * length
             flops = training_flops_per_token(configs[gin].model, length) * tokens
             share = 100 * count * PEAK_SHARE * hardware.peak_flops / flops
-            row = {"gin": gin, "tokens": size * length, "batches/s": rate}
+            row = {"gin": gin, "workers": workers, "tokens": size * length, "batches/s": rate}
             rows.append(row | {"rows/s": rate * size, "tokens/s": tokens, "step %": share})
         yield rows
 
