@@ -47,7 +47,7 @@ from typing import Any
 from absl import flags
 
 from experiments import cli
-from ttcd_jax import units
+from ttcd_jax import storage, units
 from ttcd_jax.data import tokenizer
 from ttcd_jax.data.compressed import bytes_read
 from ttcd_jax.data.corpus import CorpusConfig, input_bytes, stream_documents
@@ -92,8 +92,8 @@ def main(argv: list[str]) -> None:
 
 
 def _prepare() -> None:
-    folder, path = Path(FLAGS.output), FLAGS.tokenizer
-    config = TokenizerConfig() if path == "byte" else tokenizer.tokenizer_of(Path(path))
+    folder, path = storage.to_path(FLAGS.output), FLAGS.tokenizer
+    config = TokenizerConfig() if path == "byte" else tokenizer.tokenizer_of(storage.to_path(path))
     corpus = _corpus()
     progress = _Progress(input_bytes(corpus))
     with whole_folder(folder, stored_tokens) as unfinished:
@@ -168,7 +168,7 @@ def _say(line: str) -> None:
 
 
 def _train_tokenizer() -> None:
-    path = Path(FLAGS.output)
+    path = storage.copy_of(FLAGS.output)
     if path.exists():
         raise UserError(f"{path} exists: choose another --output")
     corpus = _corpus()
@@ -180,11 +180,11 @@ def _train_tokenizer() -> None:
     texts = (tokenizer.decoded(d.text, name=f"{d.name}: ") for d in chosen)
     write_whole(path, tokenizer.train_tokenizer(texts, FLAGS.train_tokenizer))
     made = tokenizer.build_tokenizer(TokenizerConfig(kind="json", path=str(path)))
-    print(f"{made.vocab_size:,} tokens in {path.absolute()}")
+    print(f"{made.vocab_size:,} tokens in {storage.shown(path)}")
 
 
 def _verify() -> None:
-    _print_manifest(Path(FLAGS.verify), verify_records(Path(FLAGS.verify)))
+    _print_manifest(path := storage.to_path(FLAGS.verify), verify_records(path))
 
 
 def _print_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -195,8 +195,8 @@ def _print_manifest(folder: Path, manifest: dict[str, Any]) -> None:
             f"{entry['num_tokens']:,} tokens in {len(entry['shards'])} shards"
         )
     print(f"{manifest['vocab_size']:,} vocabulary entries; sha256 {manifest['sha256']}")
-    print(f"token records in {folder.absolute()}")
+    print(f"token records in {storage.shown(folder)}")
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, in_bucket=("output", "tokenizer", "verify"))
