@@ -30,7 +30,7 @@ from ttcd_jax.config import Config, check_text
 from ttcd_jax.errors import ResourceError, UserError
 from ttcd_jax.files import full_disk
 from ttcd_jax.registry import import_modules
-from ttcd_jax.storage import user_cache
+from ttcd_jax.storage import SCHEMES, root, user_cache
 from ttcd_jax.units import OF_OUTPUT, printable
 
 CONFIG_DIR = Path(__file__).parent / "configs"
@@ -248,7 +248,14 @@ def open_standard_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     for stream in {sys.stdout, sys.stderr}:
-        stream.write = lambda text, write=stream.write: write(printable(text, OF_OUTPUT))
+        stream.write = lambda text, write=stream.write: write(_shown(text))
+
+
+def _shown(text: str) -> str:
+    """Text for a reader: printable, paths of copies as the addresses of what they are copies of."""
+    for scheme in SCHEMES:
+        text = text.replace(f"{root()}/{scheme}/", f"{scheme}://")
+    return printable(text, OF_OUTPUT)
 
 
 def _check_texts(arguments: Sequence[str], in_bucket: Sequence[str]) -> None:

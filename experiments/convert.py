@@ -101,7 +101,7 @@ def _import(name: str, run_dir: Path) -> None:
                 checkpoints.save(0, {"params": params})
             directory.write({"model": config.to_dict(), "data": data}, metadata, IMPORT)
     _print_import(metadata)
-    print(units.printable(f"run directory {storage.shown(run_dir)}"))
+    print(units.printable(f"run directory {run_dir.absolute()}"))
 
 
 def _tokenizer(folder: Path, vocab_size: int) -> "TokenizerConfig | None":
@@ -156,7 +156,7 @@ def _export(run_dir: str, folder: Path) -> None:
         for name, content in files.items():
             (unfinished / name).write_bytes(content.encode())
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    path = units.printable(storage.shown(folder))
+    path = units.printable(str(folder.absolute()))
     print(f"{len(tensors)} tensors, {count:,} numbers of step {step} in {path}")
 
 

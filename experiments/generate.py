@@ -101,7 +101,7 @@ def main(argv: list[str]) -> None:
     texts = _texts(generation)
     if FLAGS.save_state is not None:
         save_state(folder := storage.to_path(FLAGS.save_state), generation.model, generation.state)
-        _say(f"saved in {storage.shown(folder)}: {_tokens_read(generation.state)}")
+        _say(f"saved in {folder.absolute()}: {_tokens_read(generation.state)}")
     if FLAGS.json is not None:
         record = {"run_dir": storage.shown(storage.to_path(FLAGS.run_dir)), "step": run.step}
         record |= {"changes": FLAGS.param} if FLAGS.param else {}

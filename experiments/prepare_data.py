@@ -180,7 +180,7 @@ def _train_tokenizer() -> None:
     texts = (tokenizer.decoded(d.text, name=f"{d.name}: ") for d in chosen)
     write_whole(path, tokenizer.train_tokenizer(texts, FLAGS.train_tokenizer))
     made = tokenizer.build_tokenizer(TokenizerConfig(kind="json", path=str(path)))
-    print(f"{made.vocab_size:,} tokens in {storage.shown(path)}")
+    print(f"{made.vocab_size:,} tokens in {path.absolute()}")
 
 
 def _verify() -> None:
@@ -195,7 +195,7 @@ def _print_manifest(folder: Path, manifest: dict[str, Any]) -> None:
             f"{entry['num_tokens']:,} tokens in {len(entry['shards'])} shards"
         )
     print(f"{manifest['vocab_size']:,} vocabulary entries; sha256 {manifest['sha256']}")
-    print(f"token records in {storage.shown(folder)}")
+    print(f"token records in {folder.absolute()}")
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def check_unused(path: Path) -> None:
     if storage.address(path) is not None:
         shutil.rmtree(path, ignore_errors=True)  # the copy of what was there
         if not storage.is_free(path):
-            raise UserError(f"{storage.shown(path)} exists: choose another")
+            raise UserError(f"{path} exists: choose another")
     elif path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists and is not an empty folder: choose another")
 
@@ -130,9 +130,7 @@ def _errors_of(path: Path) -> Iterator[None]:
     except OSError as error:
         kind, remedy = (ResourceError, "make room, or ") if full_disk(error) else (UserError, "")
         problem = error.strerror or error
-        raise kind(
-            f"cannot write {storage.shown(path)}: {problem}; {remedy}choose another folder"
-        ) from error
+        raise kind(f"cannot write {path}: {problem}; {remedy}choose another folder") from error
 
 
 def lock(file: int | IO[Any], kind: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:

@@ -27,13 +27,13 @@ from absl import logging
 
 from ttcd_jax.errors import UserError
 
+SCHEMES = {"gs": "gcs", "s3": "s3"}  # and the drivers of TensorStore
 UNFINISHED = ".unfinished"
 RETRIES: dict[str, Any] = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s"}
 LEASE_SECONDS = 60.0
 _RACE_SECONDS = 0.5
 
 _ADDRESS = re.compile("(gs|s3)://?(.*)")  # `Path` makes one slash of two
-_DRIVERS = {"gs": "gcs", "s3": "s3"}
 _CONNECTIONS = 4  # each holds a file of up to 2 GiB in memory
 _LIMITS = {  # of a server that is silent
     "CONNECT_TIMEOUT_SECONDS": "15",
@@ -72,7 +72,7 @@ def address(path: Path) -> str | None:
     if not (path := path.absolute()).is_relative_to(root()):
         return None
     scheme, *parts = path.relative_to(root()).parts or ("",)
-    is_object = scheme in _DRIVERS and parts and all(part[0] != "." for part in parts)
+    is_object = scheme in SCHEMES and parts and all(part[0] != "." for part in parts)
     return f"{scheme}://{'/'.join(parts)}" if is_object else None
 
 
@@ -267,7 +267,7 @@ def _bucket(scheme: str, name: str) -> Any:
         os.environ.setdefault(f"TENSORSTORE_CURL_{variable}", value)
     from tensorstore import KvStore
 
-    driver, spec = _DRIVERS[scheme], {"bucket": name}
+    driver, spec = SCHEMES[scheme], {"bucket": name}
     if scheme == "s3":
         if "AWS_ACCESS_KEY_ID" in os.environ:  # the search for others logs what it does not find
             spec["aws_credentials"] = {"type": "environment"}
@@ -291,9 +291,9 @@ def _download(file: Path) -> None:
     if found.state == "value":
         _write(file, found.value)
         _note(file, found.stamp, _stamp(file))
-    elif found.state == "missing":
-        file.unlink(missing_ok=True)
-        _record(file).unlink(missing_ok=True)
+    for gone in (file, _record(file)) if found.state == "missing" else ():
+        if gone.is_file():
+            gone.unlink()
 
 
 def _upload(file: Path) -> None:

@@ -217,7 +217,7 @@ class RunDirectory:
                 handle.flush()
             except BlockingIOError as error:
                 raise UserError(
-                    f"{storage.shown(self.path)} is in use by {error.strerror}: wait for it, or "
+                    f"{self.path} is in use by {error.strerror}: wait for it, or "
                     "choose another --run_dir"
                 ) from error
             if storage.address(self.path) is not None:
@@ -234,7 +234,7 @@ class RunDirectory:
             handle = os.fdopen(os.open(self.path / LOCK, flags, 0o666), "a+", encoding="utf-8")
         except OSError as error:
             raise UserError(
-                f"{storage.shown(self.path)} cannot be a run directory ({error.strerror}): choose "
+                f"{self.path} cannot be a run directory ({error.strerror}): choose "
                 "another --run_dir"
             ) from error
         with handle:
