@@ -95,8 +95,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(bucket, 200, b"", {"x-amz-bucket-region": "us-east-1"})
             return
         after = query.get("pageToken", query.get("continuation-token", ""))
-        prefix = query.get("prefix", "")
-        keys = [x for x in self.store.names(f"{bucket}/") if x.startswith(prefix) and x > after]
+        prefix, first = query.get("prefix", ""), query.get("startOffset", "")
+        last = query.get("endOffset") or "\U0010ffff"
+        keys = [x for x in self.store.names(f"{bucket}/") if x.startswith(prefix)]
+        keys = [x for x in keys if x > after and first <= x < last]
         shown, is_more = keys[: self.store.page], len(keys) > self.store.page
         if is_gcs:
             items = [{"name": x, "generation": "1"} for x in shown]
