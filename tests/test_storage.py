@@ -202,7 +202,7 @@ def test_another_machine_reads_records_and_runs(store, tmp_path, monkeypatch, ca
     assert "refused damaged or unsealed checkpoint step 4" in caplog.text
     fails(store, *[503] * 10**4, method="P", name="checkpoints/6/")
     longer, changes = config.replace(steps=6), {"changes": ["RunConfig.steps"]}
-    words = "step 6 was not saved|503|last good step: 2"
+    words = "step 6 was not saved|503|last good step: 4"
     refused(words, train_run, longer, run, error=CheckpointError, **changes)
     store.fault = lambda method, name: None
     train_run(longer, run, **changes)

@@ -153,7 +153,7 @@ def lease(folder: Path) -> Iterator[None]:
         try:
             push_held(folder)
         except OSError as error:
-            logging.warning("%s: its metrics are not all there: %s", *error.args[:0:-1])
+            logging.warning("%s: not uploaded: %s", error.filename, error.strerror)
         _leases.pop(folder, None)
         held.end()
 
