@@ -30,8 +30,8 @@ def main(argv: list[str]) -> None:
 
     from experiments.studies.mad import sweep
     from experiments.studies.mad.records import draw_curves, gather, tables
-    from ttcd_jax.files import write_whole
     from ttcd_jax.config import check_text
+    from ttcd_jax.files import write_whole
     from ttcd_jax.run.bindings import load_config
     from ttcd_jax.run.directory import RunDirectory
 
