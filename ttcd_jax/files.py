@@ -115,13 +115,13 @@ def full_disk(error: BaseException) -> str | None:
 
 def check_unused(path: Path) -> None:
     """Raises `UserError` unless `path` is free: absent, or an empty folder."""
+    is_used = path.exists() and (not path.is_dir() or any(path.iterdir()))
     if storage.address(path) is not None:
-        shutil.rmtree(path, ignore_errors=True)  # the copy of what was there
         is_used = any(found := storage.names(path)) and storage.UNFINISHED not in found
-    else:
-        is_used = path.exists() and (not path.is_dir() or any(path.iterdir()))
     if is_used:
         raise UserError(f"{path} exists and is not an empty folder: choose another")
+    if storage.address(path) is not None:
+        shutil.rmtree(path, ignore_errors=True)  # the copy of what was there
 
 
 @contextlib.contextmanager
