@@ -255,7 +255,7 @@ def _ask(path: Path, call: Callable[[Any, str], Any]) -> Any:
         return call(_bucket(scheme, bucket), "/".join(parts)).result()
     except ValueError as error:
         remedy = "check the address, the network and the credentials, and run the command again"
-        reason = str(error).splitlines()[0][:300]
+        reason = re.sub(r" \[http_response_body='.*?'\]", "", str(error), flags=re.DOTALL)[:300]
         raise OSError(errno.EIO, f"{reason}; {remedy}", str(path)) from error
 
 
