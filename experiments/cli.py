@@ -28,13 +28,18 @@ from absl import app, flags, logging
 from ttcd_jax.allocation import take_device_memory
 from ttcd_jax.config import Config, check_text
 from ttcd_jax.errors import ResourceError, UserError
-from ttcd_jax.files import full_disk, user_cache
+from ttcd_jax.files import full_disk
 from ttcd_jax.registry import import_modules
+from ttcd_jax.storage import SCHEMES, root, user_cache
 from ttcd_jax.units import OF_OUTPUT, printable
 
 CONFIG_DIR = Path(__file__).parent / "configs"
 _MOST_QUOTED = 1000  # characters at either end of a longer error
 _MAY_BE_EMPTY = ("compile_cache",)
+_MAY_BE_IN_BUCKET = {  # flags, and the arguments of `convert`
+    *("--run_dir", "--output", "--verify", "--tokenizer", "--save_state", "--load_state"),
+    "an argument",
+}
 _OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 _OF_JAX = re.compile("Unable to initialize backend|for JAX flag|for environment 'JAX_")
 
@@ -242,11 +247,18 @@ def open_standard_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     for stream in {sys.stdout, sys.stderr}:
-        stream.write = lambda text, write=stream.write: write(printable(text, OF_OUTPUT))
+        stream.write = lambda text, write=stream.write: write(_shown(text))
+
+
+def _shown(text: str) -> str:
+    """Text for a reader: printable, paths of copies as the addresses of what they are copies of."""
+    for scheme in SCHEMES:
+        text = text.replace(f"{root()}/{scheme}/", f"{scheme}://")
+    return printable(text, OF_OUTPUT)
 
 
 def _check_texts(arguments: Sequence[str]) -> None:
-    """Raises `UserError` for a flag or an argument that is empty or names a bucket."""
+    """Raises `UserError` for a flag or an argument that is empty, or in a bucket in vain."""
     texts = [("an argument", text) for text in arguments]
     for name in flags.FLAGS:
         flag = flags.FLAGS[name]
@@ -254,7 +266,7 @@ def _check_texts(arguments: Sequence[str]) -> None:
             values = (flag.value or [""]) if isinstance(flag.value, list) else [flag.value]
             texts += [(f"--{name}", value) for value in values if isinstance(value, str)]
     for name, text in texts:
-        check_text(name, text)
+        check_text(name, text, in_bucket=name in _MAY_BE_IN_BUCKET)
 
 
 def _is_ours(file: str | bytes) -> bool:

@@ -27,6 +27,7 @@ flags.DEFINE_multi_string("only", [], "Train and evaluate only this recipe; repe
 
 def main(argv: list[str]) -> None:
     from experiments.study import runs as study
+    from ttcd_jax.config import check_text
     from ttcd_jax.run.bindings import load_config, reachable_classes
     from ttcd_jax.run.directory import RunDirectory
 
@@ -37,6 +38,7 @@ def main(argv: list[str]) -> None:
     runs = config.runs(params)
     chosen = config.chosen(runs, FLAGS.only)
     path = Path(FLAGS.run_dir or f"runs/study-{Path(FLAGS.gin).stem}")
+    check_text("--run_dir", str(path))  # refused in a bucket
     with RunDirectory(path).lock():
         texts = study.held_out_texts(config, runs, path)
         for name, seed in sorted(chosen, key=lambda run: run[0] != study.START):

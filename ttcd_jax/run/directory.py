@@ -19,12 +19,12 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from ttcd_kernels import measure
 
+from ttcd_jax import storage
 from ttcd_jax.config import check_text
 from ttcd_jax.data.records import sealed
 from ttcd_jax.data.sources import MANIFEST, check_unchanged, text_data
@@ -37,7 +37,7 @@ from ttcd_jax.registry import IMPORTED_MODULES, check_imported
 from ttcd_jax.run.config import LAYOUT, accepted_changes, upgraded
 from ttcd_jax.run.model_changes import changed_model
 from ttcd_jax.sharding.distributed import PACKAGES
-from ttcd_jax.train.checkpoint import Checkpoints, complete_steps
+from ttcd_jax.train.checkpoint import Checkpoints, complete_steps, fetch_steps
 from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, with_params
 
 METRICS = "metrics.jsonl"
@@ -59,8 +59,8 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
             raise UserError(f"a run directory is a path, not {path!r:.60}")
-        check_text("the run directory", str(path))
-        self.path = Path(path).absolute()
+        check_text("the run directory", str(path), in_bucket=True)
+        self.path = storage.to_path(path).absolute()
         try:
             str(self.path).encode()
         except UnicodeEncodeError as error:  # Orbax cannot write there
@@ -69,6 +69,19 @@ class RunDirectory:
                 "set LC_ALL=C.UTF-8"
             ) from error
         self.checkpoints = self.path / "checkpoints"
+        with contextlib.suppress(BlockingIOError):  # a run on this machine keeps its copy
+            self.fetch()
+
+    def fetch(self, *, is_locked: bool = False) -> None:
+        """Brings the copy of a directory in a bucket up to date, its checkpoints as far as their
+        digests. Raises `BlockingIOError` where another process has locked the copy."""
+        if storage.address(self.path) is not None:
+            for file in () if is_locked else self.path.glob("lock"):
+                with file.open() as handle:
+                    lock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            own = ("lock", "checkpoints")
+            storage.fetch(self.path, lambda name: name.partition("/")[0] not in own)
+            fetch_steps(self.checkpoints)
 
     @property
     def is_claimed(self) -> bool:
@@ -205,7 +218,9 @@ class RunDirectory:
             handle.truncate(0)
             handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             handle.flush()
-            yield
+            with storage.lease(self.path):
+                self.fetch(is_locked=True)
+                yield
 
     def _read(self, name: str) -> dict[str, Any]:
         if not (self.path / name).is_file():

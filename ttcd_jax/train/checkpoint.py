@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging import LogRecord, getLogger
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -38,7 +38,7 @@ from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
 from orbax.checkpoint.type_handlers import NumpyHandler, create_type_handler_registry
 
-from ttcd_jax import units
+from ttcd_jax import storage, units
 from ttcd_jax.errors import CheckpointError, DataError, ResourceError, UserError, listed
 from ttcd_jax.files import full_disk
 from ttcd_jax.models.config import TransformerConfig
@@ -111,6 +111,16 @@ def complete_steps(directory: Path) -> list[int]:
     return sorted(int(path.name) for path in paths if path.name.isdigit() and path.is_dir())
 
 
+def fetch_steps(directory: Path) -> None:
+    """Makes the steps in the copy of a folder in a bucket those that are sealed there: the digest
+    of each. What a killed writer left of a step is not seen, and removed by the next one."""
+    sealed = {x for x in storage.names(directory) if PurePath(x).match(f"*/{digest.DIGEST}")}
+    storage.fetch(directory, sealed.__contains__)
+    for step in complete_steps(directory):
+        if f"{step}/{digest.DIGEST}" not in sealed:
+            shutil.rmtree(directory / str(step))
+
+
 class Kept(NamedTuple):
     """Orbax' policy that keeps the `newest` steps, those that `every` divides, and the `best` by
     their `scores`. Scores may be added after a step was saved."""
@@ -161,6 +171,13 @@ class Checkpoints:
                     f"{self._directory} cannot hold checkpoints: {error.strerror}; choose another "
                     "run directory"
                 ) from error
+            if jax.process_count() > 1 and storage.address(self._directory) is not None:
+                inode = np.array(self._directory.stat().st_ino % 2**31)
+                if len({*multihost_utils.process_allgather(inode).tolist()}) > 1:
+                    raise UserError(
+                        "the processes of a job write a checkpoint into one folder before it goes "
+                        "to a bucket: set TTCD_JAX_BUCKETS to one that all of them see"
+                    )
         _silence_orbax()
         self._manager = ocp.CheckpointManager(
             self._directory,
@@ -252,6 +269,7 @@ class Checkpoints:
         # The first process alone reads the disk, so that all agree even while a job writes.
         chosen, refused = self._judged(step) if jax.process_index() == 0 else (0, [])
         chosen = int(multihost_utils.broadcast_one_to_all(np.array(chosen)))
+        storage.fetch(self._step_dir(chosen))
         with self._reporting_read(chosen):
             metadata = self._manager.item_metadata(chosen)
         if {_PARAMS, _TRAIN} & {*metadata} == {_PARAMS} != {*abstract_state}:
@@ -296,7 +314,13 @@ class Checkpoints:
         self._manager.wait_until_finished()
         if jax.process_index() == 0:
             self._manager.item_metadata(step)  # opens every array
-            digest.seal(self._step_dir(step))
+            storage.push_held(self._directory.parent)
+            storage.push(self._step_dir(step))
+            digest.seal(self._step_dir(step))  # which a bucket gets last
+            if storage.address(self._directory) is not None:
+                for old in {name.split("/")[0] for name in storage.names(self._directory)}:
+                    if not (self._directory / old).is_dir():
+                        storage.remove(self._directory / old)
 
     def _check_directory(self, step: int, need: int) -> None:
         where, steps = self._directory, self.steps()
@@ -365,6 +389,7 @@ class Checkpoints:
         while chosen is None and len(refused) < len(candidates):
             known = candidates[len(refused)]
             reason = self._unreadable.get(known)
+            storage.fetch(self._step_dir(known))
             if problems := [reason] if reason else digest.verify(self._step_dir(known)):
                 refused[known] = listed(problems, 1)
             else:

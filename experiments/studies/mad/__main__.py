@@ -30,6 +30,7 @@ def main(argv: list[str]) -> None:
 
     from experiments.studies.mad import sweep
     from experiments.studies.mad.records import draw_curves, gather, tables
+    from ttcd_jax.config import check_text
     from ttcd_jax.files import write_whole
     from ttcd_jax.run.bindings import load_config
     from ttcd_jax.run.directory import RunDirectory
@@ -39,7 +40,9 @@ def main(argv: list[str]) -> None:
         print(sweep.plan(config))
         return
     jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))  # a device each
-    run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / f"mad-{Path(FLAGS.gin).stem}")
+    path = Path(FLAGS.run_dir or f"runs/mad-{Path(FLAGS.gin).stem}")
+    check_text("--run_dir", str(path))  # refused in a bucket
+    run_dir = RunDirectory(path)
     run_dir.check_free()
     with run_dir.lock(waits=True):
         command, data = " ".join(sys.argv) + "\n", {"seed": sweep.DATA_SEED}
