@@ -9,8 +9,8 @@ sends is, of n devices of which g share a node,
     all-to-all                   S (n - 1) / n of its own S, to each of the others
     collective-permute           S, to one other
 
-A ring leaves a node once for every g of its hops; NCCL lays one through each of the node's network
-cards. So 1 / g of the bytes cross the network, and (n - g) / (n - 1) of those to each of the others.
+A ring leaves a node at one of g hops, and NCCL lays one through each of a node's network cards:
+1 / g of its bytes cross the network, (n - g) / (n - 1) of those to each of the others.
 """
 
 import functools
@@ -114,7 +114,9 @@ def _groups(line: str) -> np.ndarray:
         ids = np.moveaxis(ids, along, range(-len(along), 0))
         return ids.reshape(-1, math.prod(ids.shape[ids.ndim - len(along) :]))
     if match := _IOTA.search(line):
-        dims, order = ([int(x) for x in (text or "").split(",") if x] for text in match.groups()[2:])
+        dims, order = (
+            [int(x) for x in (text or "").split(",") if x] for text in match.groups()[2:]
+        )
         ids = np.arange(math.prod(dims)).reshape(dims)
         return ids.transpose(order or range(len(dims))).reshape(int(match[1]), int(match[2]))
     if match := _LISTED.search(line):
