@@ -96,9 +96,22 @@ def make_plan(config: RunConfig, mesh: Mesh) -> tuple[dict[str, int], jax.stages
     return used | {"activations and all else": rest}, compiled
 
 
-def plan_of(config: RunConfig, mesh: Mesh, target: Target | None) -> Plan:
-    """The plan of a laid-out run: read from the user's cache where this code has made it before,
-    otherwise compiled, which is said on standard error."""
+def plan_of(config: RunConfig, target: Target | None) -> tuple[RunConfig, Mesh, Plan]:
+    """(`config` with its layout, its mesh, the plan) on devices of a target, or on those here.
+    Raises `UserError` for a mesh that does not fit the devices or the batch."""
+    if target is None:
+        mesh = run_mesh(config)
+        config = laid_out(config, mesh)
+    else:
+        hardware, devices, nodes = target
+        mesh = run_mesh(config, devices, hardware=hardware, nodes=nodes)
+        config = laid_out(config, mesh.abstract_mesh)  # CPUs may stand for accelerators
+    return config, mesh, _planned(config, mesh, target)
+
+
+def _planned(config: RunConfig, mesh: Mesh, target: Target | None) -> Plan:
+    """Read from the user's cache where this code has made it before, otherwise compiled, which is
+    said on standard error."""
     file = user_cache() / "plans" / f"{_digest(config, mesh, target)}.json"
     if file.exists():
         used, sent, program = json.loads(file.read_bytes())
@@ -171,20 +184,16 @@ def print_plan(config: RunConfig, target: Target | None) -> None:
     """Prints parameters, memory per device, FLOPs and, on accelerators, whether the step fits and,
     by data sheets, the time of its FLOPs and of what it sends. Compiles the real step. Raises
     `UserError` for a mesh that does not fit the devices or the batch."""
-    devices = target and {"devices": target.devices, "hardware": target.hardware}
-    mesh = run_mesh(config, **(devices or {}), nodes=target and target.nodes)
-    # The devices of a topology may be CPUs that stand for accelerators.
-    config = laid_out(config, mesh if target is None else mesh.abstract_mesh)
-    used, sent, program = plan_of(config, mesh, target)
+    config, mesh, (used, sent, program) = plan_of(config, target)
     total, length = sum(used.values()), config.data.seq_len
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    tokens, flops = config.batch_size * length, training_flops_per_token(config.model, length)
+    tokens, flops = config.batch_size * length, flops_of(config)
     lines = {
         "parameters": f"{num_params(config.model):,}",
         "tokens per step": f"{tokens:,} ({config.batch_size} rows of {length:,})",
         "tokens in all": f"{tokens * config.steps:,} in {config.steps:,} steps",
-        "training FLOPs per token": f"{flops:.4g}",
-        "training FLOPs per step": f"{flops * tokens:.4g}",
+        "training FLOPs per token": f"{flops / tokens:.4g}",
+        "training FLOPs per step": f"{flops:.4g}",
         **{f"memory: {name}": _per_device(size) for name, size in used.items()},
         "memory: in all": _per_device(total),
         "decoding state": _decoding_state(config),
@@ -193,13 +202,14 @@ def print_plan(config: RunConfig, target: Target | None) -> None:
     lines["memory: activations and all else"] += f", {program}"
     hardware = target and target.hardware
     if hardware is not None:
-        share, whole = memory_share(), hardware.memory_bytes
-        lines |= _fit(total, share * whole, f"{share:.4g} ({SHARE}) of {size_text(whole)}")
+        origin = f"{memory_share():.4g} ({SHARE}) of {size_text(hardware.memory_bytes)}"
+        lines |= _fit(total, room(hardware), origin)
     elif (device := jax.devices()[0]).platform != "cpu":
         hardware, whole = data_sheet(device.device_kind), device_bytes()
-        lines |= _fit(total, whole, f"XLA's {size_text(whole)} of {device.device_kind}")
+        origin = f"XLA's {size_text(whole)} of {device.device_kind}"
+        lines |= _fit(total, whole - RESERVE_BYTES, origin)
     if hardware is not None:
-        lines |= _time(config, mesh.size, hardware, flops * tokens, sent)
+        lines |= _time(config, mesh.size, hardware, flops, sent)
     width = max(map(len, lines))
     print("\n".join(f"{name:<{width}}  {value}" for name, value in lines.items()))
 
@@ -216,9 +226,19 @@ def _decoding_state(config: RunConfig) -> str:
     return f"per row: {kinds}, for {extent}"
 
 
-def _fit(total: int, whole: float, origin: str) -> dict[str, str]:
-    """Whether a step of `total` bytes fits into the `whole` memory of a device less the reserve."""
-    room = whole - RESERVE_BYTES
+def room(hardware: Hardware) -> float:
+    """Bytes of a device that a step may take."""
+    return memory_share() * hardware.memory_bytes - RESERVE_BYTES
+
+
+def flops_of(config: RunConfig) -> float:
+    """Training FLOPs of a step on all devices."""
+    length = config.data.seq_len
+    return config.batch_size * length * training_flops_per_token(config.model, length)
+
+
+def _fit(total: int, room: float, origin: str) -> dict[str, str]:
+    """Whether a step of `total` bytes fits into the `room` of a device."""
     remedies = (
         f"DOES NOT FIT: {_per_device(total)}, there is {size_text(room)}: raise "
         "RunConfig.accumulation_steps, set TransformerConfig.remat='block', or take more devices "

@@ -26,6 +26,7 @@ _COLLECTIVE = re.compile(
     r"%?([\w.\-]+) = (.*?) ((?:all-|collective-|ragged-|reduce-sc|send|recv)[\w-]*)\("
     r"[^%)]*%([\w.\-]+)"
 )
+_ANY = re.compile(r" (?:all-|collective-|ragged-|reduce-scatter|send|recv)[\w-]*\(")
 _CALLEES = re.compile(
     r"(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
     r"|called_computations)=(\{[^}]*\}|%[\w.\-]+)"
@@ -82,6 +83,8 @@ def collectives(text: str, mesh: Mapping[str, int], node_size: int) -> list[Coll
                 total[one] = total.get(one, 0) + times * count
         return total
 
+    if not entry:
+        raise ValueError("a program without an entry")
     return [one._replace(times=count) for one, count in counted(entry).items()]
 
 
@@ -89,7 +92,10 @@ def _in_order(lines: list[str], mesh: Mapping[str, int], node_size: int) -> list
     """The collectives of a computation; groups of one device send nothing."""
     found, started = [], {}
     for number, line in enumerate(lines):
-        if (match := _COLLECTIVE.search(line.partition(", metadata=")[0])) is None:
+        line = line.partition(", metadata=")[0]
+        if (match := _COLLECTIVE.search(line)) is None:
+            if _ANY.search(line):
+                raise ValueError(f"a collective {line.strip()[:80]}")
             continue
         name, result, kind, operand = match.groups()
         if kind.endswith("-start"):

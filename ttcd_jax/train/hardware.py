@@ -1,8 +1,8 @@
 """Data sheets of accelerators: peak FLOP/s, bytes of device memory, and the links between them.
 
-Links are those of one GPU, in one direction, by the data sheets of NVIDIA's DGX A100, H100, H200 and
-B200: half of the 600, 900, 900 and 1,800 GB/s of NVLink, and for each GPU a network card of 200,
-400, 400 and 400 Gb/s. The times of a hop are those by which NCCL chooses its algorithms
+Links are those of one GPU, in one direction, by the data sheets of NVIDIA's DGX A100, H100, H200
+and B200: half of the 600, 900, 900 and 1,800 GB/s of NVLink, and for each GPU a network card of
+200, 400, 400 and 400 Gb/s. The times of a hop are those by which NCCL chooses its algorithms
 (src/graph/tuning.cc, `hwLat`, ring, LL128).
 """
 
