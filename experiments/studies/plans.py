@@ -42,6 +42,8 @@ def main(argv: list[str]) -> None:
     if (reason := missing_compiler()) is not None:
         raise UserError(f"plans are compiled for described GPUs, and {reason}")
     cli.keep_programs("")
+    topologies = FLAGS.topology or TOPOLOGIES
+    plan.use_topology(topologies[0])  # before `environment` asks JAX for its devices
     file = Path(FLAGS.records)
     if not file.exists():
         head = {"command": f"python -m experiments.plans --records={file.as_posix()}"}
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> None:
         file.write_text(json.dumps(head) + "\n", encoding="utf-8")
     lines = [parse_json(line, file) for line in file.read_bytes().splitlines()]
     done = {(row["row"], row["devices"]) for row in lines[1:]}
-    for topology in FLAGS.topology or TOPOLOGIES:
+    for topology in topologies:
         target = plan.use_topology(topology)
         for gin in FLAGS.gin or recipes():
             if (name := gin.removesuffix(".gin"), topology) not in done:
