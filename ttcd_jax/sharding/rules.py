@@ -126,21 +126,43 @@ def gathered(weight: Any, dtype: DTypeLike) -> jax.Array:
     """A parameter gathered along `embed` for computations, `rounded` to `dtype`.
 
     The devices along `fsdp` and `seq` hold shards of it and exchange them here, in that
-    dtype; its gradient, in the stored dtype, returns to the same shards. Without a mesh it is the
-    stored array itself. `weight`: a parameter with its metadata (`ttcd_jax.axes.param`).
+    dtype, unless `take_copy` gave it a copy; its gradient, in the stored dtype, returns to the same
+    shards. Without a mesh it is the stored array itself. `weight`: a parameter with its metadata
+    (`ttcd_jax.axes.param`).
     """
+    if (copy := weight.get_metadata("copy", None)) is not None:
+        return copy
     x = weight[...]
     if not is_distributed():
         return x
     names = weight.get_metadata("axes")[-x.ndim :]
-    whole = tuple(None if name == "embed" else name for name in names)
 
     def exchange(x: jax.Array) -> jax.Array:
-        return checkpoint_name(constrain(x, *whole), GATHERED)
+        return checkpoint_name(constrain(x, *_of_copy(names)), GATHERED)
 
     gather = jax.custom_vjp(exchange)
     gather.defvjp(lambda x: (exchange(x), None), lambda _, dx: (constrain(dx, *names),))
     return gather(rounded(x, weight, dtype)).astype(x.dtype)
+
+
+def copied(weight: Any, dtype: DTypeLike) -> jax.Array:
+    """A parameter gathered and `rounded`, without a gradient: for `take_copy`, many times."""
+    x = constrain(rounded(weight[...], weight, dtype), *_of_copy(weight.get_metadata("axes")))
+    # Else XLA would exchange what is stored: it may keep digits that a program rounds off.
+    return jax.lax.optimization_barrier(jax.lax.stop_gradient(x))
+
+
+def take_copy(weight: Any, copy: jax.Array) -> None:
+    """Lets `gathered` take the `copied` parameter wherever `weight` is used. The gradients of all
+    its uses are added, in the stored dtype, and then return to the shards at once."""
+    names = weight.get_metadata("axes")
+    take = jax.custom_vjp(lambda x, copy: copy.astype(x.dtype))
+    take.defvjp(lambda *xs: (take(*xs), None), lambda _, dx: (constrain(dx, *names), None))
+    weight.set_metadata(copy=take(weight[...], copy))
+
+
+def _of_copy(names: Names) -> Names:
+    return [None if name == "embed" else name for name in names]
 
 
 def rounded(x: jax.Array, weight: Any, dtype: DTypeLike) -> jax.Array:
