@@ -64,6 +64,8 @@ def main(argv: list[str]) -> None:
     gin_file = find_gin_file(FLAGS.gin, cli.CONFIG_DIR)
     read_file(gin_file, cli.CONFIG_DIR)
     read_params(FLAGS.param, cli.CONFIG_DIR)
+    if FLAGS.dry_run:
+        print(f"planning {gin_file.name}: importing JAX", file=sys.stderr, flush=True)
     gc.disable()  # a fifth of the time of imports and of tracing
     with terminal.phase("importing"):
         from ttcd_jax.run import training
@@ -84,12 +86,12 @@ def main(argv: list[str]) -> None:
     if FLAGS.dry_run:
         from experiments import plan
 
-        hardware = None if FLAGS.topology is None else plan.use_topology(FLAGS.topology)
+        target = None if FLAGS.topology is None else plan.use_topology(FLAGS.topology)
         try:
             training.check(config, run_dir)
         except DataError as error:  # a plan needs shapes alone
             print(f"not checked against its files: {error}", file=sys.stderr)
-        plan.print_plan(config, hardware)
+        plan.print_plan(config, target)
         return
     window = step_window(FLAGS.profile, config.steps) if FLAGS.profile else range(0)
     cli.connect(FLAGS.hang_seconds)

@@ -1,35 +1,92 @@
 """The dry run: the cost of a configuration before anything is allocated."""
 
+import collections
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import jax
 from jax.sharding import Mesh
+from ttcd_kernels import verified
 
+import ttcd_jax
 from ttcd_jax.allocation import RESERVE_BYTES, SHARE, memory_share
 from ttcd_jax.errors import UserError
+from ttcd_jax.files import user_cache, write_json
 from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.run.build import Program, shard_bytes
 from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.described import compiled_step, described_devices, missing_compiler
 from ttcd_jax.run.layout import laid_out, run_mesh
+from ttcd_jax.sharding.collectives import Collective, collectives
+from ttcd_jax.sharding.mesh import num_nodes
 from ttcd_jax.train.flops import training_flops_per_token
-from ttcd_jax.train.hardware import Hardware, data_sheet, device_bytes, parse_topology
+from ttcd_jax.train.hardware import (
+    DEVICES_PER_NODE,
+    NETWORK_HOP,
+    NODE_HOP,
+    Hardware,
+    data_sheet,
+    device_bytes,
+    parse_topology,
+)
 from ttcd_jax.train.state import num_params
 from ttcd_jax.units import size as size_text
 
 PEAK_SHARE = 0.4  # of the data sheet's peak FLOP/s, for the time of the FLOPs
+LINK_SHARE = 0.8  # of the data sheet's bytes/s, for the time of the collectives
 
 
-def use_topology(topology: str) -> Hardware:
-    """Gives this process as many CPU devices as `topology` has. Call it before the first array."""
+class Target(NamedTuple):
+    """Described devices of a kind, in nodes, or those of a CPU that stand for them."""
+
+    hardware: Hardware
+    devices: Sequence[Any]
+    nodes: int
+
+
+class Plan(NamedTuple):
+    """Of a step on one device: its bytes by what they hold, what it sends and whose program says
+    so. What could not be counted is the reason."""
+
+    used: dict[str, int]
+    sent: list[Collective] | str
+    program: str
+
+
+class Times(NamedTuple):
+    """Seconds of a step: its FLOPs, its collectives by axes and link, and the range of the whole,
+    from every collective beside FLOPs that may be, to one after the other."""
+
+    flops: float
+    links: dict[tuple[str, str], tuple[float, float]]  # bytes and seconds
+    beside_work: float
+    shortest: float
+    longest: float
+
+
+def use_topology(topology: str) -> Target:
+    """The devices of `topology`: described to JAX's CUDA compiler or, without it, as many of this
+    process's CPU. Call it before the first array."""
     hardware, count = parse_topology(topology)
     jax.config.update("jax_platforms", "cpu")
+    nodes = max(count // DEVICES_PER_NODE, 1)
+    if missing_compiler() is None:
+        return Target(hardware, described_devices(hardware, count), nodes)
     jax.config.update("jax_num_cpu_devices", count)
-    return hardware
+    return Target(hardware, jax.devices(), nodes)
 
 
 def make_plan(config: RunConfig, mesh: Mesh) -> tuple[dict[str, int], jax.stages.Compiled]:
     """(bytes of a step on one device of `mesh` by what they hold, the compiled training step)."""
     program = Program(config, mesh)
-    with jax.set_mesh(mesh):
-        compiled = program.step().compile()
+    compiled = compiled_step(program)
     params, optimizer = (shard_bytes(program.state[x]) for x in ("params", "opt_state"))
     # Gradients are as large as the parameters, and part of the temporary arrays.
     sizes = compiled.memory_analysis()
@@ -39,37 +96,120 @@ def make_plan(config: RunConfig, mesh: Mesh) -> tuple[dict[str, int], jax.stages
     return used | {"activations and all else": rest}, compiled
 
 
-def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
-    """Prints parameters, memory per device, FLOPs and, on accelerators, whether the step fits, and
-    by a data sheet the time of its FLOPs at a share of the peak. Compiles the real step for this
-    process's devices. Raises `UserError` for a mesh that does not fit them or the batch."""
-    mesh = run_mesh(config)
-    # The devices of a topology are CPUs that stand for accelerators.
-    config = laid_out(config, mesh if hardware is None else mesh.abstract_mesh)
-    used, _ = make_plan(config, mesh)
+def plan_of(config: RunConfig, target: Target | None) -> tuple[RunConfig, Mesh, Plan]:
+    """(`config` with its layout, its mesh, the plan) on devices of a target, or on those here.
+    Raises `UserError` for a mesh that does not fit the devices or the batch."""
+    if target is None:
+        mesh = run_mesh(config)
+        config = laid_out(config, mesh)
+    else:
+        hardware, devices, nodes = target
+        mesh = run_mesh(config, devices, hardware=hardware, nodes=nodes)
+        config = laid_out(config, mesh.abstract_mesh)  # CPUs may stand for accelerators
+    return config, mesh, _planned(config, mesh, target)
+
+
+def _planned(config: RunConfig, mesh: Mesh, target: Target | None) -> Plan:
+    """Read from the user's cache where this code has made it before, otherwise compiled, which is
+    said on standard error."""
+    file = user_cache() / "plans" / f"{_digest(config, mesh, target)}.json"
+    if file.exists():
+        used, sent, program = json.loads(file.read_bytes())
+        sent = sent if isinstance(sent, str) else [Collective(*x) for x in sent]
+        return Plan(used, sent, program)
+    device = mesh.devices.flat[0]
+    where = f"{mesh.size} {device.device_kind or device.platform} devices"
+    program = f"as compiled for {where}"
+    if target is not None and device.platform == "cpu":
+        program = f"by a CPU's program, up to twice as much ({missing_compiler()})"
+    elif target is not None:
+        where = f"{mesh.size} described {target.hardware.name}s"
+        program = f"by the program of {where}, attention in XLA"
+    print(f"compiling the step for {where}, once: a minute or more", file=sys.stderr, flush=True)
+    used, compiled = make_plan(config, mesh)
+    nodes = num_nodes([*mesh.devices.flat]) if target is None else target.nodes
+    try:
+        sent = collectives(compiled.as_text() or "", mesh.shape, mesh.size // nodes)
+    except ValueError as error:
+        sent = str(error)
+    plan = Plan(used, sent, program)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, plan)
+    return plan
+
+
+def _digest(config: RunConfig, mesh: Mesh, target: Target | None) -> str:
+    device, code = mesh.devices.flat[0], Path(ttcd_jax.__file__).parent
+    facts = [config.to_dict(), mesh.shape, device.platform, device.device_kind, jax.device_count()]
+    facts += [target and target[::2], verified.source(), verified.source(code), missing_compiler()]
+    facts += [metadata.version("jaxlib"), os.environ.get("XLA_FLAGS")]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def seconds_of(one: Collective, hardware: Hardware) -> float:
+    """The time of a collective in a step: that of the slower link and, for every device after which
+    the next can send, a hop."""
+    by_link = (
+        one.sent * (1 - one.crossing) / hardware.node_rate,
+        one.sent * one.crossing / hardware.network_rate,
+    )
+    hops = 1  # to any other device at once
+    if one.kind in ("all-gather", "reduce-scatter"):
+        hops = one.devices - 1
+    elif one.kind == "all-reduce":  # up and down a tree
+        hops = 2 * math.ceil(math.log2(one.devices))
+    hop = NETWORK_HOP * one.crossing + NODE_HOP * (1 - one.crossing)
+    return one.times * (max(by_link) / LINK_SHARE + hops * hop)
+
+
+def times_of(flops: float, sent: Sequence[Collective], hardware: Hardware) -> Times:
+    """The times of a step of so many FLOPs per device."""
+    links, beside = collections.defaultdict(lambda: (0.0, 0.0)), 0.0
+    for one in sent:
+        seconds = seconds_of(one, hardware)
+        beside += seconds * one.is_beside_work
+        shares = {"NVLink": 1 - one.crossing, "network": one.crossing}
+        slow = "network" if one.crossing else "NVLink"
+        for link, share in shares.items():
+            if share:
+                size, before = links[one.axes, link]
+                took = seconds if link == slow else 0.0
+                links[one.axes, link] = size + one.times * one.sent * share, before + took
+    work = flops / (PEAK_SHARE * hardware.peak_flops)
+    total = sum(seconds for _, seconds in links.values())
+    return Times(work, dict(links), beside, max(work + total - beside, total), work + total)
+
+
+def print_plan(config: RunConfig, target: Target | None) -> None:
+    """Prints parameters, memory per device, FLOPs and, on accelerators, whether the step fits and,
+    by data sheets, the time of its FLOPs and of what it sends. Compiles the real step. Raises
+    `UserError` for a mesh that does not fit the devices or the batch."""
+    config, mesh, (used, sent, program) = plan_of(config, target)
     total, length = sum(used.values()), config.data.seq_len
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    tokens, flops = config.batch_size * length, training_flops_per_token(config.model, length)
+    tokens, flops = config.batch_size * length, flops_of(config)
     lines = {
         "parameters": f"{num_params(config.model):,}",
         "tokens per step": f"{tokens:,} ({config.batch_size} rows of {length:,})",
         "tokens in all": f"{tokens * config.steps:,} in {config.steps:,} steps",
-        "training FLOPs per token": f"{flops:.4g}",
-        "training FLOPs per step": f"{flops * tokens:.4g}",
+        "training FLOPs per token": f"{flops / tokens:.4g}",
+        "training FLOPs per step": f"{flops:.4g}",
         **{f"memory: {name}": _per_device(size) for name, size in used.items()},
         "memory: in all": _per_device(total),
         "decoding state": _decoding_state(config),
         "layout": f"{axes}; parts {config.accumulation_steps}; remat {config.model.remat}",
     }
-    lines["memory: activations and all else"] += ", as compiled here"
+    lines["memory: activations and all else"] += f", {program}"
+    hardware = target and target.hardware
     if hardware is not None:
-        share, whole = memory_share(), hardware.memory_bytes
-        lines |= _fit(total, share * whole, f"{share:.4g} ({SHARE}) of {size_text(whole)}")
+        origin = f"{memory_share():.4g} ({SHARE}) of {size_text(hardware.memory_bytes)}"
+        lines |= _fit(total, room(hardware), origin)
     elif (device := jax.devices()[0]).platform != "cpu":
         hardware, whole = data_sheet(device.device_kind), device_bytes()
-        lines |= _fit(total, whole, f"XLA's {size_text(whole)} of {device.device_kind}")
+        origin = f"XLA's {size_text(whole)} of {device.device_kind}"
+        lines |= _fit(total, whole - RESERVE_BYTES, origin)
     if hardware is not None:
-        lines |= _time(config, mesh, hardware, flops * tokens)
+        lines |= _time(config, mesh.size, hardware, flops, sent)
     width = max(map(len, lines))
     print("\n".join(f"{name:<{width}}  {value}" for name, value in lines.items()))
 
@@ -86,10 +226,19 @@ def _decoding_state(config: RunConfig) -> str:
     return f"per row: {kinds}, for {extent}"
 
 
-def _fit(total: int, whole: float, origin: str) -> dict[str, str]:
-    """Whether a step of `total` bytes fits into the `whole` memory of a device less the reserve."""
-    room = whole - RESERVE_BYTES
-    # An estimate: compiled for CPUs, some bfloat16 products are in float32, attention is in XLA.
+def room(hardware: Hardware) -> float:
+    """Bytes of a device that a step may take."""
+    return memory_share() * hardware.memory_bytes - RESERVE_BYTES
+
+
+def flops_of(config: RunConfig) -> float:
+    """Training FLOPs of a step on all devices."""
+    length = config.data.seq_len
+    return config.batch_size * length * training_flops_per_token(config.model, length)
+
+
+def _fit(total: int, room: float, origin: str) -> dict[str, str]:
+    """Whether a step of `total` bytes fits into the `room` of a device."""
     remedies = (
         f"DOES NOT FIT: {_per_device(total)}, there is {size_text(room)}: raise "
         "RunConfig.accumulation_steps, set TransformerConfig.remat='block', or take more devices "
@@ -102,16 +251,40 @@ def _fit(total: int, whole: float, origin: str) -> dict[str, str]:
     }
 
 
-def _time(config: RunConfig, mesh: Mesh, hardware: Hardware, flops: float) -> dict[str, str]:
-    seconds = flops / (mesh.size * PEAK_SHARE * hardware.peak_flops)
-    step = f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
-    return {
-        "devices": f"{mesh.size} x {hardware.name}",
+def _time(
+    config: RunConfig, devices: int, hardware: Hardware, flops: float, sent: list[Collective] | str
+) -> dict[str, str]:
+    counted = [] if isinstance(sent, str) else sent
+    work, links, beside, shortest, longest = times_of(flops / devices, counted, hardware)
+    lines = {
+        "devices": f"{devices} x {hardware.name}",
         f"FLOPs at {PEAK_SHARE:.0%} of peak": (
-            f"{step} per step, {seconds * config.steps / 3600:,.1f} hours in all "
+            f"{_clock(work)} per step, {work * config.steps / 3600:,.1f} hours in all "
             f"(arithmetic, no prediction; peak {hardware.peak_flops / 1e12:,.0f} TFLOP/s)"
         ),
     }
+    if isinstance(sent, str):
+        return lines | {"sent": f"not counted ({sent}), so there is no time of a step"}
+    for (axes, link), (size, seconds) in sorted(links.items(), key=lambda x: -x[1][0]):
+        took = _clock(seconds) if seconds else "at the same time"
+        lines[f"sent: {axes}, {link}"] = f"{_per_device(size)} and step, {took}"
+    return lines | {
+        f"links at {LINK_SHARE:.0%}": (
+            f"NVLink {hardware.node_rate / 1e9:.0f}, network {hardware.network_rate / 1e9:.0f} "
+            f"GB/s per device and direction (NVIDIA's data sheets), {NODE_HOP * 1e6:.3g} and "
+            f"{NETWORK_HOP * 1e6:.3g} us a hop (NCCL's table)"
+        ),
+        "step": (
+            f"{_clock(shortest)} to {_clock(longest)}, {shortest * config.steps / 3600:,.1f} to "
+            f"{longest * config.steps / 3600:,.1f} hours in all: what is sent takes "
+            f"{_clock(longest - work)}, {_clock(beside)} of it with work scheduled beside it, "
+            "which overlaps fully at best"
+        ),
+    }
+
+
+def _clock(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
 def _per_device(size: float) -> str:

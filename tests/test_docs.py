@@ -125,7 +125,7 @@ def test_the_way_from_raw_text_to_a_pod(place):
         expected = 75 if line.startswith("sbatch") else 0
         assert result.returncode == expected, (line, result.stdout, result.stderr)
         if "--dry_run" in line:
-            assert "data 1 x fsdp 32 x seq 2 x tensor 1" in result.stdout
+            assert "data 8 x fsdp 4 x seq 2 x tensor 1" in result.stdout
             for name in ("memory: gradients", "decoding state", "fits", "FLOPs at 40% of peak"):
                 assert f"\n{name}" in result.stdout
         if "--nodes=4" in line:

@@ -106,8 +106,8 @@ def test_the_jobset_and_the_slurm_job_have_64_devices_over_which_the_recipe_is_s
     flags = [flag.split("=", 1) for flag in CONTAINER["args"]]
     (gin,), params = ([y for x, y in flags if x == name] for name in ("--gin", "--param"))
     config = recipe(gin, *params)
-    sizes = layout.mesh_config(config, 64).sizes(64)
-    assert sizes == {"data": 1, "fsdp": 32, "seq": 2, "tensor": 1}
+    sizes = layout.mesh_config(config, 64, JOB["completions"]).sizes(64)
+    assert sizes == {"data": 8, "fsdp": 4, "seq": 2, "tensor": 1}
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     assert (layout.num_parts(config, mesh), config.model.remat) == (1, "block")
 

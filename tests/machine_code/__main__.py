@@ -14,11 +14,9 @@ every `import jax`.
 import argparse
 import contextlib
 import functools
-import importlib.util
 import io
 import itertools
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -37,6 +35,9 @@ from ttcd_kernels.dual_window import mosaic_call
 from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS, MOSAIC_TILES
 from ttcd_kernels.table import format_table
 
+from ttcd_jax.run.described import COMPILER, described_devices, missing_compiler
+from ttcd_jax.train.hardware import HARDWARE
+
 # Bytes of shared memory that a block may take.
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 SHARED_LIMIT |= {120: 99 << 10}
@@ -45,22 +46,6 @@ _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i3
 # Each compiles to one machine instruction.
 _TENSOR_CORES = re.compile(r"\b(?:(?:wgmma\.mma_async|mma)\.sync|tcgen05\.mma)")
 _SIZES = {"num_heads": 16, "num_kv_heads": 8, "teacher_window": 8192, "student_window": 4096}
-_COMPILER = Path(sys.prefix) / "hopper"
-# The facts of a GPU that the compiler needs: an H100's.
-_HOPPER = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_block_limit: 65536 registers_per_core_limit: 65536
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472 l2_cache_size: 52428800
-  device_memory_size: 84929347584 memory_bandwidth: 3352320000000
-}
-platform_name: "CUDA"
-"""
 
 
 class Compiled(NamedTuple):
@@ -91,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
             case = case._replace(dtype=options.dtype)
             found += [(case.name, x) for x in compile_kernels(op, case, options.capability)]
         if op == "dual_window" and options.capability == mosaic_call.CAPABILITY:
-            reason = mosaic_unavailable()
+            reason = missing_compiler()
             if reason is None:
                 found += [(name, x) for name, of in mosaic_kernels().items() for x in of]
             else:
@@ -233,23 +218,13 @@ def _multiply_adds(instruction: str, num_warps: int) -> int:
     return num_warps * 16 * int(warp[1]) * int(warp[2]) if warp else 0
 
 
-def mosaic_unavailable() -> str | None:
-    """The reason why Mosaic's kernels cannot be compiled here; None if they can."""
-    plugins = importlib.util.find_spec("jax_plugins")
-    folders = [] if plugins is None else list(plugins.submodule_search_locations or [])
-    folders.append(str(_COMPILER / "jax_plugins"))
-    if any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(folders)):
-        return None
-    return "JAX's CUDA plugin is not installed: make .venv/hopper"
-
-
 @functools.cache
 def mosaic_kernels() -> dict[str, list[Compiled]]:
     """By head dim and documents the kernels at 64K tokens, 16 query heads on 8 kv heads, windows
     8192 and 4096: the forward, dq, dk and dv. Raises `RuntimeError` where they do not compile."""
     dumps = {f"MOSAIC_GPU_DUMP_{name}": "1" for name in ("PTX", "PTXAS", "RESOURCES")}
     machine = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": ""}
-    paths = [os.environ.get("PYTHONPATH"), str(_COMPILER), str(Path(__file__).parents[2])]
+    paths = [os.environ.get("PYTHONPATH"), str(COMPILER), str(Path(__file__).parents[2])]
     machine["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     script = "from tests.machine_code.__main__ import compile_mosaic; compile_mosaic()"
     process = subprocess.run(
@@ -290,10 +265,7 @@ def _mosaic_cases() -> list[Any]:
 def compile_mosaic() -> None:
     """Compiles all variants in this process, which prints the compiler's dumps (MOSAIC_GPU_DUMP_*),
     for a described GPU."""
-    from jax.experimental import topologies
-
-    described = {"platform": "cuda", "target_config": _HOPPER, "topology": "1x1x1"}
-    device = topologies.get_topology_desc("hopper", **described).devices[0]
+    (device,) = described_devices(HARDWARE["H100"], 1)
     sharding = jax.sharding.SingleDeviceSharding(device)
 
     def operand(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

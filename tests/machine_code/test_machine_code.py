@@ -64,7 +64,7 @@ def test_attention_fits_spills_nothing_in_the_forward_and_computes_no_product_tw
 
 
 @pytest.mark.skipif(
-    machine_code.mosaic_unavailable() is not None, reason=str(machine_code.mosaic_unavailable())
+    machine_code.missing_compiler() is not None, reason=str(machine_code.missing_compiler())
 )
 def test_mosaic_multiplies_by_warpgroups_and_spills_no_more():
     spilled = {  # bytes of each kernel

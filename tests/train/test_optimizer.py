@@ -106,7 +106,8 @@ SHARDED = {
     "layers": (8, {"fsdp": 8}, ("fsdp", None, None), set()),
     "rows": (8, {"fsdp": 8}, (None, "fsdp", None), {"all-to-all"}),
     "both": (8, {"fsdp": 4, "tensor": 2}, (None, "fsdp", "tensor"), {"all-to-all"}),
-    "twice": (8, {"data": 2, "fsdp": 4}, (None, ("data", "fsdp"), None), {"all-to-all"}),
+    "twice": (8, {"fsdp": 4, "seq": 2}, (None, ("fsdp", "seq"), None), {"all-to-all"}),
+    "copies": (4, {"data": 2, "fsdp": 4}, (None, "fsdp", None), {"all-to-all"}),
     "uneven": (6, {"fsdp": 8}, (None, None, "fsdp"), {"all-to-all"}),
 }
 

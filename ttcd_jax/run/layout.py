@@ -2,7 +2,9 @@
 
 A recipe fixes the batch; the fields of `RunConfig` that it leaves open follow from the devices:
 
-    mesh                 fsdp: gcd(batch_size, number of devices); seq: the remaining factor
+    mesh                 rows along data x fsdp: gcd(batch_size, number of devices); seq: the rest.
+                         data: as many of the nodes as divide the rows, fewer where a copy of the
+                         model would take more than `STATE_SHARE` of its devices' memory
     accumulation_steps   the fewest parts of at most `PART_TOKENS` tokens per device, or of one row
     model.remat          "dots"
     model.scans_layers   True
@@ -11,27 +13,37 @@ On CPUs the parts are those nearest to `CPU_PART_TOKENS` tokens. Up to `CPU_KEPT
 and `CPU_LAYERS` layers, nothing is recomputed and layers are unrolled: XLA copies the arrays that a
 scan keeps.
 
-The layout changes speed and device memory, not the losses: a run may resume on other devices.
+So what crosses the network is a copy's gradients, not the parameters of every layer. The layout
+changes speed and device memory, not the losses: a run may resume on other devices.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
+from ttcd_jax.sharding.mesh import MeshConfig, build_mesh, num_nodes
 from ttcd_jax.sharding.rules import BATCH
+from ttcd_jax.train.hardware import SMALLEST, Hardware, data_sheet
+from ttcd_jax.train.state import num_params
 
 PART_TOKENS = 32_768
 CPU_PART_TOKENS = 1_024
 CPU_KEPT_TOKENS = 4_096
 CPU_LAYERS = 8
+STATE_BYTES = 12  # of a parameter with its two moments
+STATE_SHARE = 1 / 8  # gradients and activations take the rest
 
 
-def mesh_config(config: RunConfig, num_devices: int) -> MeshConfig:
-    """The mesh of a run on `num_devices`. Raises `UserError` if no mesh divides the batch."""
+def mesh_config(
+    config: RunConfig, num_devices: int, nodes: int = 1, memory_bytes: float = SMALLEST
+) -> MeshConfig:
+    """The mesh of a run on `num_devices`, of `memory_bytes` each, in so many nodes. Raises
+    `UserError` if no mesh divides the batch."""
     if config.mesh is not None:
         return config.mesh
 
@@ -45,13 +57,27 @@ def mesh_config(config: RunConfig, num_devices: int) -> MeshConfig:
             f"among {num_devices} devices: use {usable} of them, or set RunConfig.batch_size to a "
             f"multiple of {num_devices}"
         )
-    seq = by_tokens(num_devices)
-    return MeshConfig(fsdp=num_devices // seq, seq=seq)
+    seq, copies = by_tokens(num_devices), math.gcd(nodes, config.batch_size)
+    if copies > 1:
+        most = STATE_SHARE * memory_bytes * num_devices / (STATE_BYTES * num_params(config.model))
+        copies = max(n for n in range(1, copies + 1) if copies % n == 0 and n <= max(most, 1))
+    return MeshConfig(data=copies, fsdp=num_devices // seq // copies, seq=seq, slices=copies)
 
 
-def run_mesh(config: RunConfig) -> Mesh:
-    """The mesh of a run over all devices of the job. `UserError` as `build_mesh`."""
-    return build_mesh(mesh_config(config, jax.device_count()))
+def run_mesh(
+    config: RunConfig,
+    devices: Sequence[Any] | None = None,
+    *,
+    hardware: Hardware | None = None,
+    nodes: int | None = None,
+) -> Mesh:
+    """The mesh of a run over `devices` (default: all of the job), which may stand for those of a
+    data sheet in so many nodes. `UserError` as `build_mesh`."""
+    devices = jax.devices() if devices is None else devices
+    sheet = hardware or data_sheet(devices[0].device_kind)
+    memory = sheet.memory_bytes if sheet else SMALLEST
+    chosen = mesh_config(config, len(devices), nodes or num_nodes(devices), memory)
+    return build_mesh(chosen, devices, nodes=nodes)
 
 
 def num_parts(config: RunConfig, mesh: Mesh | AbstractMesh) -> int:

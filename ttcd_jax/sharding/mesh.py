@@ -9,11 +9,13 @@ The devices of the last axes are the closest: `tensor` and `seq` need the fast l
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
@@ -27,8 +29,8 @@ Size = Annotated[int, Bound("at least 1, or -1 for the rest", lambda size: size 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig(Config):
     """Devices along each axis, `data`, `fsdp`, `seq` and `tensor`; one axis may be -1, for all that
-    the others leave. `slices`: groups of devices (slices of a pod, or hosts) joined by a slower
-    network, for `data` alone."""
+    the others leave. `slices`: groups of whole nodes (hosts, or slices of a pod) joined by a slower
+    network, which `data` alone crosses."""
 
     data: Size = 1
     fsdp: Size = -1
@@ -65,24 +67,37 @@ class MeshConfig(Config):
         return sizes
 
 
-def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+def num_nodes(devices: Sequence[Any]) -> int:
+    """Into how many nodes the devices come, of those that a fast network joins: slices where there
+    are several, otherwise hosts."""
+    slices = {x.slice_index for x in devices if hasattr(x, "slice_index")}
+    return len(slices) if len(slices) > 1 else len({x.process_index for x in devices})
+
+
+def build_mesh(
+    config: MeshConfig, devices: Sequence[Any] | None = None, *, nodes: int | None = None
+) -> Mesh:
     """The mesh over `devices` (default: all of the job): `data` spans the slices, the other axes
-    stay inside one. Raises `UserError` as `sizes` does, and when the devices do not come in
-    `slices` groups."""
+    stay inside one. `nodes`: of devices that stand for those of so many. Raises `UserError` as
+    `sizes` does, and when the devices do not come in groups of which `slices` can be made."""
     devices = jax.devices() if devices is None else devices
     sizes = config.sizes(len(devices))
     num_slices = len({x.slice_index for x in devices if hasattr(x, "slice_index")})
-    num_hosts = len({device.process_index for device in devices})
-    if config.slices not in (1, num_slices, num_hosts):
+    num_hosts = nodes or len({device.process_index for device in devices})
+    by_host = num_slices % config.slices or not num_slices
+    if by_host and num_hosts % config.slices:
         raise UserError(
             f"MeshConfig.slices is {config.slices}, and the devices come in {num_slices} slices "
-            f"and {num_hosts} hosts: set one of these"
+            f"and {num_hosts} hosts: set a number that divides one of these"
         )
     inside = (sizes["data"] // config.slices, *(sizes[name] for name in AXES[1:]))
     if config.slices == 1:
         array = mesh_utils.create_device_mesh(inside, devices)
     else:
-        slices, by_host = (config.slices, 1, 1, 1), config.slices != num_slices
-        options = {"process_is_granule": by_host, "allow_split_physical_axes": True}
-        array = mesh_utils.create_hybrid_device_mesh(inside, slices, devices, **options)
+        ordered = sorted(devices, key=lambda x: x.process_index if by_host else x.slice_index)
+        groups = itertools.batched(ordered, len(devices) // config.slices)
+        options = {"allow_split_physical_axes": True}
+        array = np.concatenate(
+            [mesh_utils.create_device_mesh(inside, group, **options) for group in groups]
+        )
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -1,4 +1,10 @@
-"""Data sheets of accelerators: peak FLOP/s and bytes of device memory."""
+"""Data sheets of accelerators: peak FLOP/s, bytes of device memory, and the links between them.
+
+Links are those of one GPU, in one direction, by the data sheets of NVIDIA's DGX A100, H100, H200
+and B200: half of the 600, 900, 900 and 1,800 GB/s of NVLink, and for each GPU a network card of
+200, 400, 400 and 400 Gb/s. The times of a hop are those by which NCCL chooses its algorithms
+(src/graph/tuning.cc, `hwLat`, ring, LL128).
+"""
 
 import math
 import re
@@ -15,19 +21,27 @@ MOST_DEVICES = 4096  # planned by one process, as devices of its CPU
 
 
 class Hardware(NamedTuple):
-    """One device. `peak_flops`: dense bfloat16 FLOP/s, two for each multiplication and addition."""
+    """One device. `peak_flops`: dense bfloat16 FLOP/s, two for each multiplication and addition;
+    `node_rate` and `network_rate`: bytes/s that it sends to devices of its node, and to others."""
 
     name: str
     peak_flops: float
     memory_bytes: float
+    node_rate: float
+    network_rate: float
 
 
+NODE_HOP, NETWORK_HOP = 1.9e-6, 4.0e-6  # seconds
 HARDWARE = {
-    "A100": Hardware("A100", peak_flops=312e12, memory_bytes=80e9),
-    "H100": Hardware("H100", peak_flops=989e12, memory_bytes=80e9),
-    "H200": Hardware("H200", peak_flops=989e12, memory_bytes=141e9),
-    "B200": Hardware("B200", peak_flops=2250e12, memory_bytes=180e9),
+    x.name: x
+    for x in (
+        Hardware("A100", 312e12, 80e9, node_rate=300e9, network_rate=25e9),
+        Hardware("H100", 989e12, 80e9, node_rate=450e9, network_rate=50e9),
+        Hardware("H200", 989e12, 141e9, node_rate=450e9, network_rate=50e9),
+        Hardware("B200", 2250e12, 180e9, node_rate=900e9, network_rate=50e9),
+    )
 }
+SMALLEST = HARDWARE["A100"].memory_bytes  # where a device has no data sheet
 
 
 def data_sheet(device_kind: str) -> Hardware | None:

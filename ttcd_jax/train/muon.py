@@ -80,10 +80,12 @@ def _shared_newton_schulz(stack: Float[Array, "Y X Z"]) -> Float[Array, "Y X Z"]
     array is larger than a device's shard or its ceil(Y / devices) matrices. To keep XLA from
     gathering, mesh axes move one at a time, the last first, and zero matrices, which stay zero, pad
     the stack to a multiple of the devices. A stack whose layers are sharded over one mesh axis of
-    several is gathered in part; over the only axis it is not moved.
+    several is gathered in part; over the only axis it is not moved. The copies of the model along
+    `data` each compute all of it: sharing it would send every matrix over the network.
     """
     mesh, free = jax.typeof(stack).sharding.mesh, PartitionSpec.UNCONSTRAINED
-    names = tuple(name for name in reversed(mesh.auto_axes) if mesh.shape[name] > 1)
+    axes = [name for name in reversed(mesh.auto_axes) if name != "data"]
+    names = tuple(name for name in axes if mesh.shape[name] > 1)
     stages = [
         NamedSharding(mesh, PartitionSpec(names[:count], free, free))
         for count in range(1, len(names) + 1)

@@ -1,0 +1,162 @@
+"""The collectives of a compiled step: how many bytes a device sends, along which mesh axes and over
+which links, read from the compiler's text.
+
+Devices are counted in the order of the mesh, of which every `node_size` share a node. What a device
+sends is, of n devices of which g share a node,
+
+    all-gather, reduce-scatter   S (n - 1) / n of the whole array S, around a ring
+    all-reduce                   2 S (n - 1) / n, around a ring
+    all-to-all                   S (n - 1) / n of its own S, to each of the others
+    collective-permute           S, to one other
+
+A ring leaves a node at one of g hops, and NCCL lays one through each of a node's network cards:
+1 / g of its bytes cross the network, (n - g) / (n - 1) of those to each of the others.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
+_COLLECTIVE = re.compile(
+    r"%?([\w.\-]+) = (.*?) ((?:all-|collective-|ragged-|reduce-sc|send|recv)[\w-]*)\("
+    r"[^%)]*%([\w.\-]+)"
+)
+_ANY = re.compile(r" (?:all-|collective-|ragged-|reduce-scatter|send|recv)[\w-]*\(")
+_CALLEES = re.compile(
+    r"(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
+    r"|called_computations)=(\{[^}]*\}|%[\w.\-]+)"
+)
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+_MESH = re.compile(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}(?=,|$)")
+_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?(?=,|$)")
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
+_PRODUCT = re.compile(r" (?:fusion|custom-call|dot|convolution|while|conditional|call)\(")
+_RING = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+
+
+class Collective(NamedTuple):
+    """One that a device takes part in, `times` a step, with others of its kind, axes and array."""
+
+    kind: str  # as in all-gather
+    axes: str  # mesh axes along which its devices differ, as in "fsdp x seq"
+    array: str  # what a device has of it afterwards
+    devices: int  # of a group
+    nodes: int  # over which a group is spread
+    sent: float  # bytes, by one device
+    crossing: float  # the share of them that leaves the node
+    is_beside_work: bool  # something is computed between its start and its end, as scheduled
+    times: int = 1
+
+
+def collectives(text: str, mesh: Mapping[str, int], node_size: int) -> list[Collective]:
+    """The collectives of a step on a mesh of these sizes, from `compiled.as_text()`: every branch
+    of a conditional, a loop as often as the compiler notes. Raises `ValueError` for what it cannot
+    count: a loop of unknown length, devices that are written in another way, another kind."""
+    computations, entry, lines = dict[str, list[str]](), "", list[str]()
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            lines = computations[match[2]] = []
+            entry = match[2] if match[1] else entry
+        else:
+            lines.append(line)
+
+    @functools.cache
+    def counted(name: str) -> dict[Collective, int]:
+        total: dict[Collective, int] = {}
+        for one in _in_order(computations[name], mesh, node_size):
+            total[one] = total.get(one, 0) + 1
+        for line in computations[name]:
+            callees = re.findall(r"%([\w.\-]+)", " ".join(_CALLEES.findall(line)))
+            inside = [item for callee in callees for item in counted(callee).items()]
+            times = 1
+            if inside and " while(" in line:
+                if (trips := _TRIPS.search(line)) is None:
+                    raise ValueError(f"a loop of unknown length: {line.strip()[:80]}")
+                times = int(trips[1])
+            for one, count in inside:
+                total[one] = total.get(one, 0) + times * count
+        return total
+
+    if not entry:
+        raise ValueError("a program without an entry")
+    return [one._replace(times=count) for one, count in counted(entry).items()]
+
+
+def _in_order(lines: list[str], mesh: Mapping[str, int], node_size: int) -> list[Collective]:
+    """The collectives of a computation; groups of one device send nothing."""
+    found, started = [], {}
+    for number, line in enumerate(lines):
+        line = line.partition(", metadata=")[0]
+        if (match := _COLLECTIVE.search(line)) is None:
+            if _ANY.search(line):
+                raise ValueError(f"a collective {line.strip()[:80]}")
+            continue
+        name, result, kind, operand = match.groups()
+        if kind.endswith("-start"):
+            started[name] = number, _groups(line)
+            continue
+        begin, groups = started[operand] if kind.endswith("-done") else (number, _groups(line))
+        is_beside_work = any(_PRODUCT.search(x) for x in lines[begin + 1 : number])
+        one = _collective(kind.removesuffix("-done"), result, groups, mesh, node_size)
+        if one.devices > 1:
+            found.append(one._replace(is_beside_work=is_beside_work))
+    return found
+
+
+def _groups(line: str) -> np.ndarray:
+    """The devices of each group, [groups, devices], by their place in the mesh."""
+    if match := _MESH.search(line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
+        along = [[*sizes].index(name) for name in re.findall(r"'(\w+)'", match[2])]
+        if "'" in re.sub(r"'\w+'(=\d+)?", "", "".join(match.groups())) or "(" in match[2]:
+            raise ValueError(f"devices of {line.strip()[:80]}")
+        ids = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
+        ids = np.moveaxis(ids, along, range(-len(along), 0))
+        return ids.reshape(-1, math.prod(ids.shape[ids.ndim - len(along) :]))
+    if match := _IOTA.search(line):
+        dims, order = (
+            [int(x) for x in (text or "").split(",") if x] for text in match.groups()[2:]
+        )
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        return ids.transpose(order or range(len(dims))).reshape(int(match[1]), int(match[2]))
+    if match := _LISTED.search(line):
+        listed = re.findall(r"\{([\d,]+)\}", match[1])
+        if listed and len({x.count(",") for x in listed}) == 1:
+            return np.array([[int(x) for x in ids.split(",")] for ids in listed])
+    raise ValueError(f"devices of {line.strip()[:80]}")
+
+
+def _collective(
+    kind: str, result: str, groups: np.ndarray, mesh: Mapping[str, int], node_size: int
+) -> Collective:
+    size, count = _bytes(result), groups.shape[1]
+    in_node = [len({*x}) for x in (groups // node_size).tolist()]
+    nodes, places = max(in_node), np.unravel_index(groups, [*mesh.values()])
+    axes = [name for name, x in zip(mesh, places, strict=True) if (x != x[:, :1]).any()]
+    if kind in _RING:
+        whole = size * count if kind == "reduce-scatter" else size
+        sent, crossing = _RING[kind] * whole * (count - 1) / count, nodes / count
+    elif kind == "all-to-all":
+        sent = size * (count - 1) / count
+        crossing = (count - count / nodes) / max(count - 1, 1)
+    elif kind == "collective-permute":
+        sent, crossing = size, 1.0
+    else:
+        raise ValueError(f"a collective of the kind {kind}")
+    array = ", ".join(f"{x}[{y}]" for x, y in _ARRAY.findall(result))
+    crossing = float(crossing) if nodes > 1 else 0.0
+    return Collective(kind, " x ".join(axes), array, count, nodes, float(sent), crossing, False)
+
+
+def _bytes(result: str) -> int:
+    bits = 0
+    for kind, dims in _ARRAY.findall(result):
+        width = 8 if kind == "pred" else int(re.findall(r"\d+", kind)[0])
+        bits += width * math.prod(int(x) for x in dims.split(",") if x)
+    return bits // 8
