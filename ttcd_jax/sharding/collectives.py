@@ -68,6 +68,8 @@ def collectives(text: str, mesh: Mapping[str, int], node_size: int) -> list[Coll
 
     @functools.cache
     def counted(name: str) -> dict[Collective, int]:
+        if name not in computations:
+            raise ValueError(f"a program without its computation {name!r}")
         total: dict[Collective, int] = {}
         for one in _in_order(computations[name], mesh, node_size):
             total[one] = total.get(one, 0) + 1
@@ -83,8 +85,6 @@ def collectives(text: str, mesh: Mapping[str, int], node_size: int) -> list[Coll
                 total[one] = total.get(one, 0) + times * count
         return total
 
-    if not entry:
-        raise ValueError("a program without an entry")
     return [one._replace(times=count) for one, count in counted(entry).items()]
 
 
