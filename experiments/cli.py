@@ -28,8 +28,9 @@ from absl import app, flags, logging
 from ttcd_jax.allocation import take_device_memory
 from ttcd_jax.config import Config, check_text
 from ttcd_jax.errors import ResourceError, UserError
-from ttcd_jax.files import full_disk, user_cache
+from ttcd_jax.files import full_disk
 from ttcd_jax.registry import import_modules
+from ttcd_jax.storage import SCHEMES, root, user_cache
 from ttcd_jax.units import OF_OUTPUT, printable
 
 CONFIG_DIR = Path(__file__).parent / "configs"
@@ -52,19 +53,21 @@ def run(
     main: Callable[[list[str]], None],
     arguments: Sequence[str] | None = (),
     options: OptionsOf | None = None,
+    in_bucket: Sequence[str] = (),
 ) -> NoReturn:
     """Parses the flags, calls `main([program, *values of arguments])` and ends the process.
 
     `arguments` names the required arguments after the flags; with None every argument that is not
     a flag is passed to `main`. `options` gives the class of the options that flags and the
-    arguments after them choose, if they choose one: --help shows its fields.
+    arguments after them choose, if they choose one: --help shows its fields. `in_bucket`: the flags
+    (or "an argument") that may be addresses in a bucket.
     """
     open_standard_streams()
     for name in {"import", "distributed"} & {*flags.FLAGS}:  # which --help shows
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     with mistakes_reported():
-        app.run(main, flags_parser=functools.partial(_parse_flags, arguments, options))
+        app.run(main, flags_parser=functools.partial(_parse_flags, arguments, options, in_bucket))
     raise AssertionError("app.run ends in SystemExit")
 
 
@@ -211,7 +214,10 @@ def _show_options(options: OptionsOf, command_line: list[str]) -> None:
 
 
 def _parse_flags(
-    names: Sequence[str] | None, options: OptionsOf | None, command_line: list[str]
+    names: Sequence[str] | None,
+    options: OptionsOf | None,
+    in_bucket: Sequence[str],
+    command_line: list[str],
 ) -> list[str]:
     flags.FLAGS.set_gnu_getopt(True)  # flags may follow arguments
     try:
@@ -223,7 +229,7 @@ def _parse_flags(
         if options is not None:
             _show_options(options, command_line)
         sys.exit(0)
-    _check_texts(rest)
+    _check_texts(rest, in_bucket)
     import_modules(flags.FLAGS["import"].value or ())
     if names is None:
         return [program, *rest]
@@ -242,11 +248,19 @@ def open_standard_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     for stream in {sys.stdout, sys.stderr}:
-        stream.write = lambda text, write=stream.write: write(printable(text, OF_OUTPUT))
+        stream.write = lambda text, write=stream.write: write(_shown(text))
 
 
-def _check_texts(arguments: Sequence[str]) -> None:
-    """Raises `UserError` for a flag or an argument that is empty or names a bucket."""
+def _shown(text: str) -> str:
+    """Text for a reader: printable, paths of copies as the addresses of what they are copies of."""
+    for scheme in SCHEMES:
+        text = text.replace(f"{root()}/{scheme}/", f"{scheme}://")
+    return printable(text, OF_OUTPUT)
+
+
+def _check_texts(arguments: Sequence[str], in_bucket: Sequence[str]) -> None:
+    """Raises `UserError` for a flag or an argument that is empty, or names a bucket and is not
+    among those that may be there."""
     texts = [("an argument", text) for text in arguments]
     for name in flags.FLAGS:
         flag = flags.FLAGS[name]
@@ -254,7 +268,7 @@ def _check_texts(arguments: Sequence[str]) -> None:
             values = (flag.value or [""]) if isinstance(flag.value, list) else [flag.value]
             texts += [(f"--{name}", value) for value in values if isinstance(value, str)]
     for name, text in texts:
-        check_text(name, text)
+        check_text(name, text, in_bucket=name.removeprefix("--") in in_bucket)
 
 
 def _is_ours(file: str | bytes) -> bool:

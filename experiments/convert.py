@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from experiments import cli
-from ttcd_jax import units
+from ttcd_jax import storage, units
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import check_unused, whole_folder
 
@@ -64,9 +64,9 @@ def main(argv: list[str]) -> None:
     for name in foreign:
         if FLAGS[name].present:
             raise UserError(f"--{name} is no option of {action} --format={FLAGS.format}")
-    check_unused(Path(destination))
+    check_unused(path := storage.to_path(destination))
     cli.clean_up_on_sigterm()
-    command(source, Path(destination))
+    command(source, path)
 
 
 def _import(name: str, run_dir: Path) -> None:
@@ -78,7 +78,7 @@ def _import(name: str, run_dir: Path) -> None:
     from ttcd_jax.train.checkpoint import StreamedCheckpoints
 
     is_theirs = FLAGS.format == "huggingface"
-    source = model_folder(name) if is_theirs else Path(name)
+    source = model_folder(name) if is_theirs else storage.copy_of(name)
     with tempfile.TemporaryDirectory() as scratch:
         folder = source if source.is_dir() else source.parent
         if FLAGS.format == "gguf":
@@ -93,7 +93,7 @@ def _import(name: str, run_dir: Path) -> None:
         with whole_folder(run_dir) as unfinished:
             if tokenizer is not None:
                 if tokenizer.path is not None:
-                    shutil.copyfile(tokenizer.path, unfinished / TOKENIZER)
+                    shutil.copyfile(storage.copy_of(tokenizer.path), unfinished / TOKENIZER)
                     tokenizer = tokenizer.replace(path=TOKENIZER)
                 data["tokenizer"] = tokenizer.to_dict()
             directory = RunDirectory(unfinished)
@@ -161,4 +161,4 @@ def _export(run_dir: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, ("import|export", "FROM", "TO"))
+    cli.run(main, ("import|export", "FROM", "TO"), in_bucket=("an argument", "tokenizer"))

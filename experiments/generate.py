@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from experiments import cli
-from ttcd_jax import units
+from ttcd_jax import storage, units
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import check_unused, write_json
 
@@ -100,10 +100,10 @@ def main(argv: list[str]) -> None:
     generation = _generation(model, run.tokenizer, rows)
     texts = _texts(generation)
     if FLAGS.save_state is not None:
-        save_state(folder := Path(FLAGS.save_state), generation.model, generation.state)
+        save_state(folder := storage.to_path(FLAGS.save_state), generation.model, generation.state)
         _say(f"saved in {folder.absolute()}: {_tokens_read(generation.state)}")
     if FLAGS.json is not None:
-        record = {"run_dir": str(Path(FLAGS.run_dir).absolute()), "step": run.step}
+        record = {"run_dir": storage.shown(storage.to_path(FLAGS.run_dir)), "step": run.step}
         record |= {"changes": FLAGS.param} if FLAGS.param else {}
         named = zip(FLAGS.prompt_file, rows, texts, strict=True)
         texts = [{"prompt_file": x, "prompt_tokens": len(row)} | text for x, row, text in named]
@@ -130,7 +130,7 @@ def _check_flags() -> None:
         if is_made:
             raise UserError(message)
     if FLAGS.save_state is not None:
-        check_unused(Path(FLAGS.save_state))
+        check_unused(storage.to_path(FLAGS.save_state))
 
 
 def _prompt(file: str) -> bytes:
@@ -288,4 +288,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, in_bucket=("run_dir", "save_state", "load_state"))

@@ -47,7 +47,7 @@ from typing import Any
 from absl import flags
 
 from experiments import cli
-from ttcd_jax import units
+from ttcd_jax import storage, units
 from ttcd_jax.data import tokenizer
 from ttcd_jax.data.compressed import bytes_read
 from ttcd_jax.data.corpus import CorpusConfig, input_bytes, stream_documents
@@ -92,8 +92,8 @@ def main(argv: list[str]) -> None:
 
 
 def _prepare() -> None:
-    folder, path = Path(FLAGS.output), FLAGS.tokenizer
-    config = TokenizerConfig() if path == "byte" else tokenizer.tokenizer_of(Path(path))
+    folder, path = storage.to_path(FLAGS.output), FLAGS.tokenizer
+    config = TokenizerConfig() if path == "byte" else tokenizer.tokenizer_of(storage.to_path(path))
     corpus = _corpus()
     progress = _Progress(input_bytes(corpus))
     with whole_folder(folder, stored_tokens) as unfinished:
@@ -168,7 +168,7 @@ def _say(line: str) -> None:
 
 
 def _train_tokenizer() -> None:
-    path = Path(FLAGS.output)
+    path = storage.copy_of(FLAGS.output)
     if path.exists():
         raise UserError(f"{path} exists: choose another --output")
     corpus = _corpus()
@@ -184,7 +184,7 @@ def _train_tokenizer() -> None:
 
 
 def _verify() -> None:
-    _print_manifest(Path(FLAGS.verify), verify_records(Path(FLAGS.verify)))
+    _print_manifest(path := storage.to_path(FLAGS.verify), verify_records(path))
 
 
 def _print_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -199,4 +199,4 @@ def _print_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, in_bucket=("output", "tokenizer", "verify"))

@@ -43,6 +43,7 @@ NonNegativeFloat = Annotated[float, Bound("0 or more, finite", lambda value: 0 <
 Fraction = Annotated[float, Bound("between 0 and 1", lambda value: 0 <= value <= 1)]
 Decay = Annotated[float, Bound("in [0, 1)", lambda value: 0 <= value < 1)]
 LIMIT = Bound("a number from 1, or a share below 1", lambda x: 0 < x < 1 or (x >= 1 and x % 1 == 0))
+IN_BUCKET = Bound("a path", lambda value: True)  # or an address in a bucket
 DISTINCT = Bound("one or more, none twice", lambda values: 0 < len(values) == len(set(values)))
 
 
@@ -95,14 +96,16 @@ _BUCKET = re.compile(r"(gs|gcs|s3a?|r2|oss|az|abfss?|wasbs?|hdfs|dbfs):/", re.IG
 _FILE = re.compile("file:/", re.IGNORECASE)
 
 
-def check_text(name: str, text: str) -> None:
-    """Raises `UserError` for an empty string, and for the address of a bucket or a file."""
+def check_text(name: str, text: str, *, in_bucket: bool = False) -> None:
+    """Raises `UserError` for an empty string, and for the address of a file or a bucket, unless it
+    may be `in_bucket`."""
     if not text:
         raise UserError(f"{name} is empty, as after a shell variable that is not set: give a value")
-    if _BUCKET.match(text):
+    if _BUCKET.match(text) and not (in_bucket and text.startswith(("gs:/", "s3:/"))):
         raise UserError(
-            f"{name} {text!r} is in a bucket, and only mounted file systems are read and written: "
-            "mount the bucket (gcsfuse, mount-s3) and pass its folder"
+            f"{name} {text!r} is in a bucket, where only records, tokenizers, runs, exports and "
+            "saved states are read and written, as gs:// or s3://: copy it to a disk, or mount the "
+            "bucket (gcsfuse, mount-s3) and pass its folder"
         )
     if _FILE.match(text):
         raise UserError(f"{name} {text!r} is the address of a file: give its path alone")
@@ -154,9 +157,10 @@ class Config:
             if (problem := _problem(value, hint)) == "":
                 found = f"{value!r} ({type(value).__name__})"
                 raise UserError(f"{name} must be {_describe(hint)}, got {found}")
+            in_bucket = IN_BUCKET in getattr(hint, "__metadata__", ())
             for text in value if isinstance(value, tuple) else (value,):
                 if isinstance(text, str):
-                    check_text(name, text)
+                    check_text(name, text, in_bucket=in_bucket)
             if problem:
                 raise UserError(f"{name} {value} {problem}")
         self.validate()

@@ -5,7 +5,7 @@ A reader finds the old file, the new one or none, never a partial one. Each is w
 hidden name in the same folder (a file's is `.<name>.<process>`, a folder's `.<name>.unfinished`)
 and renamed once its content is on disk. After an error the hidden one is removed. The remains of a
 killed process can be deleted; a folder's next writer takes them over. `OSError` becomes
-`UserError`. Permissions follow the umask.
+`UserError`. Permissions follow the umask. What is in a bucket (`storage`) is uploaded last.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from typing import IO, Any
 import numpy as np
 from absl import logging
 
+from ttcd_jax import storage
 from ttcd_jax.errors import DataError, ResourceError, UserError
 
 MAX_JSON_BYTES = 100_000_000  # as in the safetensors library
@@ -114,7 +115,11 @@ def full_disk(error: BaseException) -> str | None:
 
 def check_unused(path: Path) -> None:
     """Raises `UserError` unless `path` is free: absent, or an empty folder."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if storage.address(path) is not None:
+        shutil.rmtree(path, ignore_errors=True)  # the copy of what was there
+        if not storage.is_free(path):
+            raise UserError(f"{path} exists: choose another")
+    elif path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists and is not an empty folder: choose another")
 
 
@@ -167,6 +172,11 @@ def _renamed(
         _flush(unfinished, *unfinished.rglob("*"))
         unfinished.replace(path)
         _flush(path.parent)
+        try:
+            storage.publish(path)
+        except OSError:
+            path.replace(unfinished)
+            raise
     finally:
         if unfinished.is_file():
             unfinished.unlink()
@@ -187,11 +197,6 @@ def _flush(*paths: Path) -> None:
                 raise
         finally:
             os.close(descriptor)
-
-
-def user_cache() -> Path:
-    """`ttcd_jax` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ttcd_jax"
 
 
 def sha256(path: Path) -> str:

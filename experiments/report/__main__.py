@@ -9,8 +9,6 @@ Runs that were evaluated on the same task share tables and pictures, and each ha
 whole page.
 """
 
-from pathlib import Path
-
 from absl import flags
 
 from experiments import cli
@@ -32,16 +30,19 @@ def main(argv: list[str]) -> None:
     from ttcd_kernels.table import format_table
 
     from experiments.report.sections import write_report
+    from ttcd_jax import storage
     from ttcd_jax.errors import UserError
+    from ttcd_jax.run.directory import RunDirectory
     from ttcd_jax.units import printable
 
-    paths = map(Path, FLAGS.run_dir)
+    paths = [storage.to_path(x) for x in FLAGS.run_dir]
+    paths = [x if storage.address(x) is None else RunDirectory(x).path for x in paths]
     run_dirs = [*{path.resolve(): path for path in reversed([*paths])}.values()][::-1]
     first = run_dirs[0].parent if run_dirs[0].is_file() else run_dirs[0]
     if len(FLAGS.headroom) not in (0, 2) or len({*FLAGS.headroom}) == 1:
         names = ", ".join(FLAGS.headroom)
         raise UserError(f"--headroom names a control and a ceiling, got {names}: give two columns")
-    output = Path(FLAGS.output) if FLAGS.output else first / "report"
+    output = storage.to_path(FLAGS.output) if FLAGS.output else first / "report"
     for section in write_report(run_dirs, output, FLAGS.next, FLAGS.headroom):
         print(f"\n{section.title}\n{format_table(section.table)}")
     if (page := output / "index.html").exists():
@@ -51,4 +52,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, in_bucket=("run_dir", "output"))

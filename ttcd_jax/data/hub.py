@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from huggingface_hub import HfApi, constants, errors, snapshot_download, utils
 
-from ttcd_jax import units
+from ttcd_jax import storage, units
 from ttcd_jax.data.documents import glob_of, lists_files
 from ttcd_jax.errors import DataError, UserError
 
@@ -87,7 +87,7 @@ def model_folder(text: str) -> Path:
     """The folder of a model: `text`, unless it names no path and has the form of a model of the
     hub, `owner/name[@revision]`: then its configuration, tokenizer and .safetensors in the hub's
     cache, downloaded unless they are there. Raises `DataError` when they cannot be."""
-    path, match = Path(text), _ID.fullmatch(text)
+    path, match = storage.copy_of(text), _ID.fullmatch(text)
     if path.exists() or match is None or match[3] is not None:
         return path
     where = f"{constants.ENDPOINT}/{match[1]}"

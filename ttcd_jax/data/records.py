@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+from ttcd_jax import storage
 from ttcd_jax.config import differences
 from ttcd_jax.data.corpus import Census, CorpusConfig, EmptySplitError, Split, stream_documents
 from ttcd_jax.data.documents import Document, LeftOut
@@ -64,7 +65,7 @@ type _Encoded = dict[Split, TokenRecords]
 def read_manifest(folder: Path, *kinds: str) -> Metadata:
     """The manifest of a folder of records. Raises `DataError` unless it is intact and of a format
     in `kinds`, or of `FORMAT`."""
-    path = folder / MANIFEST
+    path = storage.fetch(folder / MANIFEST)
     if not path.is_file():
         raise DataError(
             f"{folder} holds no token records (no {MANIFEST}); make them (python -m "
@@ -110,9 +111,9 @@ def sealed(manifest: Metadata) -> Metadata:
 
 
 def open_records(folder: Path, split: Split) -> TokenRecords:
-    """The records of one split, memory-mapped. Raises `DataError` for an absent split or file, for
-    a file of another size or digest (all are read for it, by as many threads as there are cores),
-    and for starts that do not fit."""
+    """The records of one split, memory-mapped; those in a bucket are downloaded first. Raises
+    `DataError` for an absent split or file, for a file of another size or digest (all are read for
+    it, by as many threads as there are cores), and for starts that do not fit."""
     manifest = read_manifest(folder)
     if split not in manifest["splits"]:
         raise EmptySplitError(
@@ -121,6 +122,7 @@ def open_records(folder: Path, split: Split) -> TokenRecords:
         )
     entry, files = manifest["splits"][split], manifest["files"]
     sizes = {folder / x: files[x]["num_bytes"] for x in (*entry["shards"], entry["starts"])}
+    storage.fetch(folder, lambda name: folder / name in sizes)
     digests = [files[path.name]["sha256"] for path in sizes]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(_check, sizes, sizes.values(), digests))
@@ -148,7 +150,7 @@ def records_tokenizer(folder: Path) -> TokenizerConfig:
     manifest = read_manifest(folder)
     if manifest["tokenizer"] == "byte":
         return TokenizerConfig(kind="byte")
-    _check(folder / TOKENIZER, digest=manifest["tokenizer"])
+    _check(storage.fetch(folder / TOKENIZER), digest=manifest["tokenizer"])
     ids = {name: manifest[name] for name in ("bos_id", "eos_id", "stop_ids") if name in manifest}
     return TokenizerConfig(kind="json", path=str(folder / TOKENIZER), **ids)
 
@@ -189,7 +191,9 @@ def prepare_records(
     """
     if config.path is not None:
         build_tokenizer(config)  # an error names the user's file, not the copy
-        config = config.replace(path=str(shutil.copyfile(config.path, folder / TOKENIZER)))
+        config = config.replace(
+            path=str(shutil.copyfile(storage.copy_of(config.path), folder / TOKENIZER))
+        )
     tokenizer = build_tokenizer(config)
     metadata = {
         "tokenizer": "byte" if config.path is None else sha256(Path(config.path)),

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import grain
 
 from ttcd_jax import config as configs
+from ttcd_jax import storage
 from ttcd_jax.data import records
 from ttcd_jax.data.corpus import CorpusConfig, EmptySplitError, Split, load_documents, manifest
 from ttcd_jax.data.packing import BestFitRows, DocumentRows, PackedRows, encode_documents
@@ -147,7 +148,7 @@ class RecordsConfig(WeightedConfig):
     mean length. `packing` "best_fit": no document is cut that fits into a row.
     """
 
-    paths: Annotated[str | tuple[str, ...], configs.Bound("one or more", bool)]
+    paths: Annotated[str | tuple[str, ...], configs.Bound("one or more", bool), configs.IN_BUCKET]
     folders: tuple[str, ...] = ()
     weights_per: Literal["token", "document"] = "token"
     packing: Packing = "concatenate"
@@ -162,8 +163,9 @@ class RecordsConfig(WeightedConfig):
 
     def located(self) -> list[Path]:
         """The folders of records."""
-        paths = [Path(path) for path in self._paths]
-        if self.folders and paths[0].is_dir() and not (paths[0] / records.MANIFEST).exists():
+        paths = [storage.to_path(path) for path in self._paths]
+        is_there = paths[0].is_dir() or storage.address(paths[0]) is not None
+        if self.folders and is_there and not storage.fetch(paths[0] / records.MANIFEST).exists():
             return [paths[0] / name for name in self.folders]
         return paths
 
@@ -245,7 +247,7 @@ class TextConfig(configs.Config):
         rows, num_rows = corpus_rows(encoded, self, seed, next(shuffle_seeds or iter([seed])))
         metadata = manifest(self.corpus, documents) | {"num_rows": num_rows}
         if self.tokenizer.path is not None:
-            metadata["tokenizer"] = sha256(Path(self.tokenizer.path))
+            metadata["tokenizer"] = sha256(storage.copy_of(self.tokenizer.path))
         return rows, metadata
 
 
@@ -270,7 +272,7 @@ class MixtureConfig(WeightedConfig):
     def _alike(self) -> tuple[TextConfig | RecordsConfig, ...]:
         """The parts. Raises `DataError` if their tokenizers differ."""
         paths = [part.tokenizer.path for part in self.parts]
-        contents = [path and read_json(Path(path)) for path in paths]
+        contents = [path and read_json(storage.copy_of(path)) for path in paths]
         for path, content in zip(paths, contents, strict=True):
             if content != contents[0]:
                 raise DataError(
@@ -369,7 +371,7 @@ def text_records(
 def check_unchanged(run_dir: str | os.PathLike[str], identity: Callable[[], Metadata]) -> None:
     """Raises `DataError` unless the data are those of the run's manifest, if it has one.
     `identity`: of the data as they are now, the fields of a manifest that are to agree."""
-    path = Path(run_dir) / MANIFEST
+    path = storage.to_path(run_dir) / MANIFEST
     if not path.is_file():
         return
     current = identity()

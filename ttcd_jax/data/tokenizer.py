@@ -9,16 +9,16 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tokenizers
 from absl import logging
 from numpy.typing import ArrayLike
 
-from ttcd_jax import units
+from ttcd_jax import storage, units
 from ttcd_jax.allocation import host_bytes
-from ttcd_jax.config import Config, NonNegative
+from ttcd_jax.config import IN_BUCKET, Config, NonNegative
 from ttcd_jax.errors import DataError, ResourceError, UserError
 from ttcd_jax.files import read_json
 
@@ -48,7 +48,7 @@ class TokenizerConfig(Config):
     of documents always do."""
 
     kind: Literal["byte", "json"] = "byte"
-    path: str | None = None
+    path: Annotated[str | None, IN_BUCKET] = None
     bos_id: NonNegative | None = None
     eos_id: NonNegative | None = None
     stop_ids: tuple[NonNegative, ...] = ()
@@ -104,7 +104,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
-        if not (path := Path(config.path or "")).is_file():
+        if not (path := storage.copy_of(config.path or "")).is_file():
             raise DataError(f"no tokenizer file at {path}; give the path of a tokenizer.json")
         source = read_json(path)
         if not isinstance(source.get("model"), dict):
@@ -326,4 +326,4 @@ def special_tokens(folder: Path) -> dict[str, Any]:
 
 
 def _optional(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
+    return read_json(file) if storage.fetch(file).is_file() else {}

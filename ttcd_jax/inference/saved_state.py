@@ -6,7 +6,6 @@ DIGEST.json         sizes and SHA-256 of both
 
 import hashlib
 import os
-from pathlib import Path
 from typing import NoReturn
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from ttcd_jax import storage
 from ttcd_jax.config import differences
 from ttcd_jax.errors import CheckpointError, DataError, UserError, listed
 from ttcd_jax.files import read_json, whole_file, whole_folder, write_json
@@ -31,7 +31,7 @@ def save_state(
 ) -> None:
     """Writes `state` atomically as `folder`, which must be absent or empty. Raises
     `CheckpointError` when it cannot be written."""
-    folder = Path(folder).absolute()
+    folder = storage.to_path(folder).absolute()
     record = {
         "tokens_read": np.asarray(state.position).tolist(),
         "max_length": cache_slots(state) if model.config.window is None else None,
@@ -54,7 +54,7 @@ def load_state(folder: str | os.PathLike[str], model: InferenceModel) -> Inferen
     """The state that `save_state` wrote, bit for bit, on the mesh in use if there is one. Raises
     `CheckpointError` for a folder that is not a saved state or is damaged, naming the file, and for
     a state of another model, naming the difference."""
-    folder = Path(folder).absolute()
+    folder = storage.copy_of(folder).absolute()
 
     def refuse(problem: str) -> NoReturn:
         raise CheckpointError(f"the saved state {folder} {problem}")

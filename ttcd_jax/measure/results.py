@@ -18,6 +18,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 from ttcd_kernels.table import Row
 
+from ttcd_jax import storage
 from ttcd_jax.config import read_fields
 from ttcd_jax.errors import DataError, NonFiniteError, UserError
 from ttcd_jax.files import read_json, write_json, write_whole
@@ -78,7 +79,11 @@ class Results(_Header):
 
     def to_dict(self) -> dict[str, Any]:
         """The content of the file."""
-        texts = {"task": self.task.name, "run_dir": str(self.run_dir), "table": self.table}
+        texts = {
+            "task": self.task.name,
+            "run_dir": storage.shown(self.run_dir),
+            "table": self.table,
+        }
         series = {label: [x._asdict() for x in records] for label, records in self.series.items()}
         return vars(self) | texts | {"series": series}
 
@@ -103,7 +108,7 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     with the same options, at this step and on these cases is not measured again. Raises `UserError`
     where the results would replace another model's."""
     folder = folder or folder_name(task.name, subject.label or subject.changes)
-    where = {"run_dir": Path(subject.run_dir).absolute(), "folder": folder, "step": step}
+    where = {"run_dir": storage.to_path(subject.run_dir).absolute(), "folder": folder, "step": step}
     names = {"label": subject.name, "method": subject.model.config.label}
     names["changes"] = subject.changes
     result = Results(task=type(task), options=task.to_dict(), **names, **where)

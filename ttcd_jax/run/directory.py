@@ -19,12 +19,13 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
+from absl import logging
 from ttcd_kernels import measure
 
+from ttcd_jax import storage
 from ttcd_jax.config import check_text
 from ttcd_jax.data.records import sealed
 from ttcd_jax.data.sources import MANIFEST, check_unchanged, text_data
@@ -37,10 +38,12 @@ from ttcd_jax.registry import IMPORTED_MODULES, check_imported
 from ttcd_jax.run.config import LAYOUT, accepted_changes, upgraded
 from ttcd_jax.run.model_changes import changed_model
 from ttcd_jax.sharding.distributed import PACKAGES
-from ttcd_jax.train.checkpoint import Checkpoints, complete_steps
+from ttcd_jax.train.checkpoint import Checkpoints, complete_steps, fetch_steps
 from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, with_params
 
 METRICS = "metrics.jsonl"
+LOCK = "lock"
+OWN = ("checkpoints", LOCK)  # what `storage.push` leaves to others
 TOKENIZER = "tokenizer.json"
 IMPORTED = "imported"  # the data type of an imported run
 IMPORT = "import.json"
@@ -59,8 +62,8 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
             raise UserError(f"a run directory is a path, not {path!r:.60}")
-        check_text("the run directory", str(path))
-        self.path = Path(path).absolute()
+        check_text("the run directory", str(path), in_bucket=True)
+        self.path = storage.to_path(path).absolute()
         try:
             str(self.path).encode()
         except UnicodeEncodeError as error:  # Orbax cannot write there
@@ -69,6 +72,27 @@ class RunDirectory:
                 "set LC_ALL=C.UTF-8"
             ) from error
         self.checkpoints = self.path / "checkpoints"
+        self.fetch()
+
+    def fetch(self) -> None:
+        """Brings the copy of a directory in a bucket up to date, its checkpoints as far as their
+        digests, unless a process on this machine is training there."""
+        if storage.address(self.path) is None:
+            return
+        with contextlib.suppress(BlockingIOError):
+            with self._locked():
+                pass
+            self._fetch()
+
+    def _fetch(self) -> None:
+        storage.fetch(self.path, lambda name: name != LOCK and not name.startswith("checkpoints/"))
+        fetch_steps(self.checkpoints)
+
+    def _push(self) -> None:
+        try:
+            storage.push(self.path, OWN)
+        except OSError as error:
+            logging.warning("%s: not all is there: %s", error.filename, error.strerror)
 
     @property
     def is_claimed(self) -> bool:
@@ -142,7 +166,7 @@ class RunDirectory:
         """Raises `UserError` for a folder that is not empty and holds no run."""
         unfinished = tuple(f".{name}." for name in (*_CLAIM, METRICS))
         found = os.listdir(self.path) if self.path.is_dir() else ()
-        names = {name for name in found if name != "lock" and not name.startswith(unfinished)}
+        names = {name for name in found if name != LOCK and not name.startswith(unfinished)}
         if names != set(_CLAIM[: len(names)]) and not self.is_claimed:
             raise UserError(
                 f"{self.path} is not empty and holds no run (no config.json): choose another "
@@ -184,14 +208,34 @@ class RunDirectory:
     @contextlib.contextmanager
     def lock(self, *, waits: bool = False) -> Iterator[None]:
         """Locks the directory; while another process holds it, waits or raises `UserError`."""
+        with contextlib.ExitStack() as stack:
+            try:
+                handle = stack.enter_context(self._locked(waits=waits))
+                stack.enter_context(storage.lease(self.path))
+                handle.truncate(0)
+                handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                handle.flush()
+            except BlockingIOError as error:
+                raise UserError(
+                    f"{self.path} is in use by {error.strerror}: wait for it, or "
+                    "choose another --run_dir"
+                ) from error
+            if storage.address(self.path) is not None:
+                self._fetch()
+                stack.callback(self._push)
+            yield
+
+    @contextlib.contextmanager
+    def _locked(self, *, waits: bool = False) -> Iterator[IO[str]]:
+        """The file whose lock this process has; `BlockingIOError` names another that has it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-            handle = os.fdopen(os.open(self.path / "lock", flags, 0o666), "a+", encoding="utf-8")
+            handle = os.fdopen(os.open(self.path / LOCK, flags, 0o666), "a+", encoding="utf-8")
         except OSError as error:
             raise UserError(
-                f"{self.path} cannot be a run directory ({error.strerror}): choose another "
-                "--run_dir"
+                f"{self.path} cannot be a run directory ({error.strerror}): choose "
+                "another --run_dir"
             ) from error
         with handle:
             try:
@@ -199,13 +243,8 @@ class RunDirectory:
             except BlockingIOError as error:
                 handle.seek(0)
                 owner = handle.read().strip() or "another process"  # that has not written its name
-                raise UserError(
-                    f"{self.path} is in use by {owner}: wait for it, or choose another --run_dir"
-                ) from error
-            handle.truncate(0)
-            handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            handle.flush()
-            yield
+                raise BlockingIOError(error.errno, owner) from error
+            yield handle
 
     def _read(self, name: str) -> dict[str, Any]:
         if not (self.path / name).is_file():

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging import LogRecord, getLogger
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -38,7 +38,7 @@ from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
 from orbax.checkpoint.type_handlers import NumpyHandler, create_type_handler_registry
 
-from ttcd_jax import units
+from ttcd_jax import storage, units
 from ttcd_jax.errors import CheckpointError, DataError, ResourceError, UserError, listed
 from ttcd_jax.files import full_disk
 from ttcd_jax.models.config import TransformerConfig
@@ -109,6 +109,15 @@ def complete_steps(directory: Path) -> list[int]:
     """The complete steps in `directory`, in ascending order: Orbax commits a step by renaming."""
     paths = directory.glob("*")
     return sorted(int(path.name) for path in paths if path.name.isdigit() and path.is_dir())
+
+
+def fetch_steps(directory: Path) -> None:
+    """Makes the steps in the copy of a folder in a bucket those that are sealed there: of each the
+    digest. What an interrupted upload left of a step is not seen, or removed by the next one."""
+    storage.fetch(directory, lambda name: PurePath(name).match(f"*/{digest.DIGEST}"))
+    for step in complete_steps(directory):
+        if not storage.is_pushed(directory / str(step) / digest.DIGEST):
+            shutil.rmtree(directory / str(step))
 
 
 class Kept(NamedTuple):
@@ -252,6 +261,7 @@ class Checkpoints:
         # The first process alone reads the disk, so that all agree even while a job writes.
         chosen, refused = self._judged(step) if jax.process_index() == 0 else (0, [])
         chosen = int(multihost_utils.broadcast_one_to_all(np.array(chosen)))
+        storage.fetch(self._step_dir(chosen))
         with self._reporting_read(chosen):
             metadata = self._manager.item_metadata(chosen)
         if {_PARAMS, _TRAIN} & {*metadata} == {_PARAMS} != {*abstract_state}:
@@ -296,7 +306,20 @@ class Checkpoints:
         self._manager.wait_until_finished()
         if jax.process_index() == 0:
             self._manager.item_metadata(step)  # opens every array
-            digest.seal(self._step_dir(step))
+            if storage.address(self._directory) is not None:
+                storage.check_lease(self._directory.parent)
+                storage.push(self._step_dir(step))
+                storage.push(self._directory.parent, (self._directory.name, "lock"))
+            digest.seal(self._step_dir(step))  # which a bucket gets last
+            self._remove_deleted()
+
+    def _remove_deleted(self) -> None:
+        """Removes from a bucket the steps that the copy does not have any more."""
+        if storage.address(self._directory) is not None:
+            for step in {PurePath(x).parts[0] for x in storage.names(self._directory)}:
+                if not (self._directory / step).is_dir():
+                    storage.remove(self._directory / step / digest.DIGEST)
+                    storage.remove(self._directory / step)
 
     def _check_directory(self, step: int, need: int) -> None:
         where, steps = self._directory, self.steps()
@@ -343,7 +366,8 @@ class Checkpoints:
                     f"{full} (it needs about {units.size(need)}, {self._directory} has "
                     f"{units.size(free)}{files} free), so make room or keep fewer steps"
                 )
-            sealed = [good for good in self.steps() if digest.is_sealed(self._step_dir(good))]
+            marks = {x: self._step_dir(x) / digest.DIGEST for x in self.steps()}
+            sealed = [good for good, mark in marks.items() if storage.is_pushed(mark)]
             raise kind(
                 f"checkpoint step {step} was not saved: {reason}; "
                 f"last good step: {sealed[-1] if sealed else 'none'}"
@@ -365,6 +389,7 @@ class Checkpoints:
         while chosen is None and len(refused) < len(candidates):
             known = candidates[len(refused)]
             reason = self._unreadable.get(known)
+            storage.fetch(self._step_dir(known))
             if problems := [reason] if reason else digest.verify(self._step_dir(known)):
                 refused[known] = listed(problems, 1)
             else:

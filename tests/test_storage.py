@@ -1,0 +1,183 @@
+"""Records, runs and files in buckets, on a server of this process that fails as asked."""
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import signal
+import threading
+
+import commands
+import corpora
+import pytest
+import tiny_run
+from checks import refused
+from object_store import ObjectStore, serving
+from small_models import run_config
+
+from ttcd_jax import files, load_run, storage, train_run
+from ttcd_jax.data.records import open_records
+from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.run.directory import RunDirectory
+from ttcd_jax.train.checkpoint import complete_steps
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture
+def store(server, tmp_path, monkeypatch):
+    """The server, empty; failures are repeated for a second."""
+    with server.lock:
+        server.objects.clear()
+    server.fault, server.page = lambda method, name: None, 100
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "1")
+    brief = {"max_retries": 4, "initial_delay": "10ms", "max_delay": "100ms"}
+    monkeypatch.setattr(storage, "RETRIES", brief)
+    storage._bucket.cache_clear()
+    move(monkeypatch, tmp_path / "copies")
+    yield server
+    server.fault = lambda method, name: None
+    storage._bucket.cache_clear()
+
+
+def move(monkeypatch, folder):
+    """Goes on as another machine, without copies."""
+    monkeypatch.setenv("TTCD_JAX_BUCKETS", str(folder))
+
+
+def fails(store: ObjectStore, *faults, method="", name=""):
+    """The next requests of a method and a name meet these faults."""
+    left = iter(faults)
+
+    def fault(found_method, found):
+        if method in found_method and name in found:
+            return next(left, None)
+        return None
+
+    store.fault = fault
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_file_or_folder_is_there_whole_or_not_at_all(scheme, store, tmp_path, monkeypatch):
+    folder = storage.to_path(f"{scheme}://bucket/a/folder/")
+    file, store.page = folder.parent / "x.json", 2
+    assert storage.shown(folder) == f"{scheme}://bucket/a/folder"
+    files.write_json(file, {"x": 1})
+    files.write_json(storage.to_path(f"{scheme}://bucket/a/folder2.json"), {})
+
+    def fill(*names):
+        with files.whole_folder(folder) as unfinished:
+            for name in names:
+                (unfinished / name).parent.mkdir(exist_ok=True)
+                (unfinished / name).write_text(name)
+
+    fails(store, None, None, 403, method="P", name="folder/")
+    refused("cannot write|PERMISSION_DENIED|the credentials", fill, "a", "left", "sub/b")
+    assert ".unfinished" in store.names("bucket/a/folder/")
+    assert not folder.exists()
+    move(monkeypatch, tmp_path / "others")
+    folder = storage.to_path(f"{scheme}://bucket/a/folder/")
+    with pytest.raises(OSError, match=r"its writer was killed.*bucket/a/folder'"):
+        storage.fetch(folder)
+    fill("a", "b", "sub/c")
+    assert store.names("bucket/a/folder/") == ["a", "b", "sub/c"]
+    refused("folder exists: choose another", fill, "a")
+
+    move(monkeypatch, tmp_path / "third")
+    there = storage.copy_of(f"{scheme}://bucket/a")
+    assert files.read_json(there / "x.json") == {"x": 1}
+    assert (there / "folder/sub/c").read_text() == "sub/c"
+    count = len(store.log)
+    (there / "x.json").write_text("mine")
+    storage.fetch(there)
+    assert {status for _, name, status in store.log[count:] if "?" not in name} == {304}
+    assert (there / "x.json").read_text() == "mine"
+    with store.lock:
+        store.objects["bucket/a/x.json"] = 10**6, b"theirs"
+        del store.objects["bucket/a/folder/b"]
+    storage.fetch(there)
+    assert (there / "x.json").read_text() == "theirs"
+    assert not (there / "folder/b").exists()
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_server_that_fails_for_a_while_is_asked_again(scheme, store):
+    path = storage.to_path(f"{scheme}://bucket/x")
+    fails(store, 503, 500, 429, 3.0)
+    files.write_whole(path, b"content")
+    fails(store, 3.0, 0.2, 503)
+    assert storage.names(path.parent) == ["x"]
+    path.unlink()
+    fails(store, 500, 0.2, 503)
+    assert storage.fetch(path).read_bytes() == b"content"
+    fails(store, *[503] * 99)
+    path.unlink()
+    with pytest.raises(OSError, match=r"503.*the network.*bucket/x'"):
+        storage.fetch(path)
+    refused("cannot write|503|bucket/x", files.write_whole, path, b"new")
+    assert store.objects["bucket/x"][1] == b"content"
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_one_process_has_a_run_until_it_shows_no_life(scheme, store, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "LEASE_SECONDS", 1.0)
+    run = f"{scheme}://bucket/run"
+    first = RunDirectory(run)
+    with first.lock():
+        refused("in use by process", RunDirectory(run).lock().__enter__)
+        move(monkeypatch, tmp_path / "others")
+        refused("in use by process", RunDirectory(run).lock().__enter__)
+        monkeypatch.setattr(storage._Lease, "renew", lambda self: None)  # it is stopped
+    # Where it was is free at once, elsewhere after the time of the lease.
+    monkeypatch.undo()
+
+
+def _killing(store, process, method, end, is_applied):
+    """Kills the process by SIGKILL at its first request of a method whose name has this end."""
+
+    def fault(found_method, name):
+        if method == found_method and name.endswith(end):
+            process().send_signal(signal.SIGKILL)
+            process().wait()
+            return None if is_applied else 503
+        return None
+
+    store.fault = fault
+
+
+KILLS = [
+    ("PUT", "run/config.json", True),
+    ("PUT", "checkpoints/4/params/manifest.ocdbt", True),
+    ("PUT", "checkpoints/4/DIGEST.json", True),
+    ("PUT", "checkpoints/8/DIGEST.json", False),
+    ("DELETE", "checkpoints/4/DIGEST.json", True),
+]
+
+
+def test_a_run_killed_anywhere_goes_on_elsewhere_with_the_same_losses(store, tmp_path, monkeypatch):
+    more = "STEPS=16", "RunConfig.checkpoint_every=4", "RunConfig.keep_checkpoints=2"
+    flags = tiny_run.flags("recall.gin", *tiny_run.RECALL, *more)
+    flags += ["--param=RunConfig.log_every=1"]
+    commands.output("launch", *flags, f"--run_dir={tmp_path}/plain")
+    for turn, kill in enumerate([*KILLS, None]):
+        move(monkeypatch, tmp_path / f"machine{turn}")
+        store.objects.pop("bucket/run/lock", None)  # as if a minute had passed
+        process = None
+        if kill:
+            _killing(store, lambda: process, *kill)
+        process = commands.start("launch", *flags, "--run_dir=s3://bucket/run", stderr=-1)
+        _, errors = process.communicate(timeout=100)
+        store.fault = lambda method, name: None
+        assert process.returncode == (-signal.SIGKILL if kill else 0), errors
+    run = RunDirectory("s3://bucket/run")
+    assert tiny_run.losses(run.path) == tiny_run.losses(tmp_path / "plain")
+    steps = {name.split("/")[0] for name in store.names("bucket/run/checkpoints/")}
+    assert steps == {"12", "16"}
+    assert "bucket/run/lock" not in store.objects
