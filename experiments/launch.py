@@ -19,17 +19,13 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from absl import flags
 
 from experiments import cli
 from ttcd_jax import terminal
 from ttcd_jax.errors import DataError, UserError
-
-if TYPE_CHECKING:
-    from ttcd_jax.run.config import RunConfig
-    from ttcd_jax.run.directory import RunDirectory
 
 FLAGS = flags.FLAGS
 cli.define_distributed()
@@ -124,7 +120,8 @@ def main(argv: list[str]) -> None:
         sys.exit(RESUME_ME)
 
 
-def _plan(config: "RunConfig", run_dir: "RunDirectory", unreachable: OSError | None) -> None:
+def _plan(config: Any, run_dir: Any, unreachable: OSError | None) -> None:
+    """The run's dry run or rehearsal."""
     from experiments import plan
     from experiments.rehearsal import Rehearsal
     from ttcd_jax.run import training

@@ -34,7 +34,7 @@ from ttcd_jax.errors import CheckpointError, DataError, ResourceError, UserError
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.run.directory import RunDirectory
+from ttcd_jax.run.directory import RunDirectory, open_checkpoints
 from ttcd_jax.run.start import plan_start
 from ttcd_jax.run.trackers import TRACKERS
 from ttcd_jax.train.checkpoint import Checkpoints, check_directory
@@ -87,22 +87,18 @@ class Rehearsal:
             raise kind(f"the rehearsal failed in {' and '.join(failed)}: see its lines above")
 
     def data(self) -> str:
-        told = []
-        for part in self._parts():
-            if isinstance(part, TextConfig):
-                told.append(f"documents of {part.corpus.path or part.corpus.kind}")
-                part.identity()
-            elif isinstance(part, RecordsConfig):
+        config, parts = self.config, self._parts()
+        for part in parts:
+            if isinstance(part, RecordsConfig):
                 part.manifests()
                 for folder in part.located():
                     shard = records.open_records(folder, "train", num_shards=1)
-                    rows, _ = corpus_rows(shard, part, self.config.seed, self.config.seed)
-                    told.append(f"the first row of {storage.shown(folder)}")
-                    self._first_row(rows)
+                    self._first_row(corpus_rows(shard, part, config.seed, config.seed)[0])
+            elif isinstance(part, TextConfig):
+                part.identity()
             else:
-                build.build_data(self.config, range(1))
-                told.append(f"{type(part).__name__}, drawn")
-        return ", ".join(told)
+                build.build_data(config, range(1))
+        return ", ".join(type(part).__name__ for part in parts)
 
     def tokenizer(self) -> str:
         tokenizer = build_tokenizer(self.config.data.tokenizer)
@@ -164,15 +160,17 @@ class Rehearsal:
         try:
             with place.lock(), contextlib.closing(Checkpoints(place.checkpoints)) as checkpoints:
                 checkpoints.save(1, state)
-                checkpoints.wait()
+            if storage.address(path) is not None:
+                shutil.rmtree(place.path)  # the copy
+            with open_checkpoints(RunDirectory(place.path)) as checkpoints:
                 _, found = checkpoints.restore(like)
             if not np.array_equal(found["params"]["x"], state["params"]["x"]):
                 raise CheckpointError(f"{storage.shown(path)} gives back other numbers than it got")
         finally:
-            if storage.address(place.path) is not None:
-                storage.remove(place.path)
             shutil.rmtree(place.path, ignore_errors=True)
             for folder in made:
                 with contextlib.suppress(OSError):
                     folder.rmdir()
+            if storage.address(path) is not None:
+                storage.remove(place.path)
         return f"saved and restored {size(2**18)} in {storage.shown(path)}"

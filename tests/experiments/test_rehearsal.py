@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import commands
 import corpora
 import pytest
+import tiny_run
 from checks import refused
 from object_store import serving
 from small_models import byte_model, run_config
@@ -95,8 +96,8 @@ def test_a_mistake_in_each_part_is_named_and_the_others_are_tried(folder, capsys
     (folder / "else/file").write_text("")
     for place in ("file/run", "else", "run[1]"):
         assert _failed(config, folder / place, capsys) == (["run_dir"], [])
-    # The model, without a package; its vocabulary.
-    assert _failed(config.replace(trackers=("none",)), run, capsys) == (["model"], [])
+    # The run that it starts from.
+    assert _failed(config.replace(start_from=str(folder / "none")), run, capsys) == (["model"], [])
     # Held-out text.
     none = _of_records(folder, evaluations=(Perplexity(text=str(folder / "none")),))
     assert _failed(none, run, capsys, DataError) == (["evaluations"], [])
@@ -141,21 +142,21 @@ def test_a_bucket_is_tried_and_emptied(folder, capsys, monkeypatch):
         run_dir = RunDirectory("s3://bucket/run")
         Rehearsal(_of_records(folder), run_dir, None).run()
         assert _tried(capsys) == dict.fromkeys(PARTS, "ok")
-        assert any(method == "PUT" and "rehearsal" in name for method, name, _ in store.log)
+        sent, read = ({name for x, name, _ in store.log if x == y} for y in ("PUT", "GET"))
+        arrays = {name for name in sent if re.search("rehearsal-.*/1/params/", name)}
+        assert arrays
+        assert arrays <= read
         assert store.names("bucket/") == []
         store.fault = lambda method, name: 403 if method == "PUT" else None
         assert _failed(_of_records(folder), "s3://bucket/run", capsys) == (["run_dir"], [])
 
 
-def test_the_command_compiles_for_a_described_pod(tmp_path):
-    sizes = ("dim=64", "mlp_dim=64", "num_layers=2", "num_heads=2", "fast_layers=(0,)")
-    params = [f"--param=TransformerConfig.{x}" for x in (*sizes, "vocab_size=512")]
-    params += ["--param=RecordsConfig.seq_len=2048", f"--param=RECORDS='{tmp_path / 'none'}'"]
-    line = ("launch", "--gin=ipttcd_340m.gin", *params, f"--run_dir={tmp_path / 'run'}")
-    result = commands.run(*line, "--rehearse", "--topology=h100x16")
+def test_the_command_tries_what_it_can(tmp_path):
+    line = tiny_run.flags("text.gin", f"TEXT='{tmp_path / 'none'}'", "STEPS=4")
+    result = commands.run("launch", *line, f"--run_dir={tmp_path / 'run'}", "--rehearse")
     assert result.returncode == DataError.exit_code, result.stderr
     assert "the rehearsal failed in data: see" in result.stderr
-    assert re.search("ok +step .* data 2 x fsdp 8 x seq 1", result.stdout)
-    assert re.search("ok +memory .* of 67.5", result.stdout)
-    assert re.search("ok +run_dir", result.stdout)
+    assert re.search("^FAILED +data .*none", result.stdout, re.MULTILINE)
+    for part in ("step", "memory", "run_dir"):
+        assert re.search(f"^ok +{part} ", result.stdout, re.MULTILINE), result.stdout
     assert list(tmp_path.iterdir()) == []

@@ -20,6 +20,7 @@ from ttcd_jax.nn.linear import normal_param, rms_norm
 from ttcd_jax.nn.product import PRODUCT
 from ttcd_jax.nn.row import Control, Hidden, Row, check_array
 from ttcd_jax.sharding.rules import (
+    Copies,
     constrain,
     copied,
     gathered,
@@ -126,7 +127,7 @@ class Transformer(Configured):
         """The output of the head on the hidden states of `forward`."""
         return jnp.einsum("BTD,VD->BTV", hidden, self.head_weight().astype(hidden.dtype))
 
-    def head_weight(self) -> Float[Array, "V D"]:
+    def head_weight(self) -> Float[Array, "V D"] | Copies:
         return self._gathered(self.embedding if self.config.has_tied_head else self.head)
 
     def copies(self) -> dict[str, jax.Array]:
@@ -142,7 +143,7 @@ class Transformer(Configured):
             take_copy(getattr(self, name), copy)
         return self
 
-    def _gathered(self, weight: nnx.Param) -> jax.Array:
+    def _gathered(self, weight: nnx.Param) -> Any:
         return gathered(weight, self.config.precision.compute_dtype)
 
     def forward(

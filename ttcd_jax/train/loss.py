@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.chunks import to_chunks
 from ttcd_jax.sharding import rules
-from ttcd_jax.sharding.rules import Shard
+from ttcd_jax.sharding.rules import Copies, Shard
 from ttcd_jax.sharding.vocabulary import TENSOR, own_entries
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def token_scores(
 
 def summed_loss(
     hidden: Float[Array, "B T D"],
-    head: Float[Array, "V D"],
+    head: Float[Array, "V D"] | Copies,
     targets: Int[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
     rows: int = DEFAULT_ROWS,
@@ -52,8 +52,9 @@ def summed_loss(
         total = cast(jax.Array, _summed_loss(shard, rows, *arrays))
         return shard.sum(total, *rules.BATCH, *rules.LENGTH)
 
-    run = rules.sharded(on_shard, (_TOKENS, _HEAD, _TOKENS, _TOKENS), ())
-    return run(hidden, head, targets, loss_mask)
+    array, axes = rules.table_axes(head)
+    run = rules.sharded(on_shard, (_TOKENS, axes, _TOKENS, _TOKENS), ())
+    return run(hidden, array, targets, loss_mask)
 
 
 # The logical axes of the arguments.
