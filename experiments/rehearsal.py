@@ -101,7 +101,8 @@ class Rehearsal:
         return ", ".join(type(part).__name__ for part in parts)
 
     def tokenizer(self) -> str:
-        tokenizer = build_tokenizer(self.config.data.tokenizer)
+        data: Any = self.config.data
+        tokenizer = build_tokenizer(data.tokenizer)
         if (read := tokenizer.decode(tokenizer.encode(TEXT))) != TEXT:
             raise DataError(f"the tokenizer reads {TEXT!r} back as {read!r}: take another")
         for part in self._parts():
@@ -126,9 +127,10 @@ class Rehearsal:
         return f"{config.model.method}, vocabulary of {config.model.vocab_size:,}"
 
     def evaluations(self) -> str:
-        data, path = self.config.data, self.run_dir.path
-        tokenizer = build_tokenizer(data.tokenizer) if hasattr(data, "tokenizer") else None
-        subject = Subject(abstract_model(self.config.model), tokenizer, data.to_dict(), path)
+        data, model = self.config.data, abstract_model(self.config.model)
+        reads = getattr(data, "tokenizer", None)
+        tokenizer = reads and build_tokenizer(reads)
+        subject = Subject(model, tokenizer, data.to_dict(), self.run_dir.path)
         for task in self.config.evaluations:
             task.rows(subject)
         return ", ".join(task.name for task in self.config.evaluations)

@@ -20,7 +20,6 @@ from ttcd_jax.nn.linear import normal_param, rms_norm
 from ttcd_jax.nn.product import PRODUCT
 from ttcd_jax.nn.row import Control, Hidden, Row, check_array
 from ttcd_jax.sharding.rules import (
-    Copies,
     constrain,
     copied,
     gathered,
@@ -127,7 +126,8 @@ class Transformer(Configured):
         """The output of the head on the hidden states of `forward`."""
         return jnp.einsum("BTD,VD->BTV", hidden, self.head_weight().astype(hidden.dtype))
 
-    def head_weight(self) -> Float[Array, "V D"] | Copies:
+    def head_weight(self) -> Any:
+        """The table [V, D] of the head; after `take_copies`, the copies of all devices."""
         return self._gathered(self.embedding if self.config.has_tied_head else self.head)
 
     def copies(self) -> dict[str, jax.Array]:
