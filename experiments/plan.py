@@ -49,25 +49,19 @@ LINK_SHARE = 0.8  # of the data sheet's bytes/s, for the time of the collectives
 
 
 class Target(NamedTuple):
-    """Described devices of a kind, in nodes, or those of a CPU that stand for them."""
-
     hardware: Hardware
-    devices: Sequence[Any]
+    devices: Sequence[Any]  # described, or those of a CPU that stand for them
     nodes: int
 
 
 class Plan(NamedTuple):
-    """Of a step on one device: its bytes by what they hold, what it sends and whose program says
-    so. What could not be counted is the reason."""
-
-    used: dict[str, int]
-    sent: list[Collective] | str
-    program: str
+    used: dict[str, int]  # bytes of one device by what they hold
+    sent: list[Collective] | str  # or the reason why they could not be counted
+    program: str  # that says so
 
 
 class Times(NamedTuple):
-    """Seconds of a step: its FLOPs, its collectives by axes and link, and the range of the whole,
-    from every collective beside FLOPs that may be, to one after the other."""
+    """Seconds of a step; from all that may be beside FLOPs there to one after the other."""
 
     flops: float
     links: dict[tuple[str, str], tuple[float, float]]  # bytes and seconds
@@ -104,13 +98,10 @@ def make_plan(config: RunConfig, mesh: Mesh) -> tuple[dict[str, int], jax.stages
 def plan_of(config: RunConfig, target: Target | None) -> tuple[RunConfig, Mesh, Plan]:
     """(`config` with its layout, its mesh, the plan) on devices of a target, or on those here.
     Raises `UserError` for a mesh that does not fit the devices or the batch."""
-    if target is None:
-        mesh = run_mesh(config)
-        config = laid_out(config, mesh)
-    else:
-        hardware, devices, nodes = target
-        mesh = run_mesh(config, devices, hardware=hardware, nodes=nodes)
-        config = laid_out(config, mesh.abstract_mesh)  # CPUs may stand for accelerators
+    hardware, devices, nodes = target or (None, None, None)
+    mesh = run_mesh(config, devices, hardware=hardware, nodes=nodes)
+    # CPUs may stand for accelerators.
+    config = laid_out(config, mesh if target is None else mesh.abstract_mesh)
     return config, mesh, _planned(config, mesh, target)
 
 
@@ -151,35 +142,25 @@ def _digest(config: RunConfig, mesh: Mesh, target: Target | None) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def seconds_of(one: Collective, hardware: Hardware) -> float:
-    """The time of a collective in a step: that of the slower link and, for every device after which
-    the next can send, a hop."""
-    by_link = (
-        one.sent * (1 - one.crossing) / hardware.node_rate,
-        one.sent * one.crossing / hardware.network_rate,
-    )
-    hops = 1  # to any other device at once
-    if one.kind in ("all-gather", "reduce-scatter"):
-        hops = one.devices - 1
-    elif one.kind == "all-reduce":  # up and down a tree
-        hops = 2 * math.ceil(math.log2(one.devices))
-    hop = NETWORK_HOP * one.crossing + NODE_HOP * (1 - one.crossing)
-    return one.times * (max(by_link) / LINK_SHARE + hops * hop)
-
-
 def times_of(flops: float, sent: Sequence[Collective], hardware: Hardware) -> Times:
-    """The times of a step of so many FLOPs per device."""
+    """The times of a step of so many FLOPs per device. A collective takes that of its slower link
+    and a hop for every device of a ring, up and down a tree, or to any other at once."""
     links, beside = collections.defaultdict(lambda: (0.0, 0.0)), 0.0
     for one in sent:
-        seconds = seconds_of(one, hardware)
+        shares = {"network": one.crossing, "NVLink": 1 - one.crossing}
+        network, node = shares.values()
+        slower = max(network / hardware.network_rate, node / hardware.node_rate)
+        tree = 2 * math.ceil(math.log2(one.devices))
+        rings = dict.fromkeys(("all-gather", "reduce-scatter"), one.devices - 1)
+        hops = (rings | {"all-reduce": tree}).get(one.kind, 1)
+        hop = NETWORK_HOP * network + NODE_HOP * node
+        seconds = left = one.times * (one.sent * slower / LINK_SHARE + hops * hop)
         beside += seconds * one.is_beside_work
-        shares = {"NVLink": 1 - one.crossing, "network": one.crossing}
-        slow = "network" if one.crossing else "NVLink"
-        for link, share in shares.items():
+        for link, share in shares.items():  # the network has the time of what uses it
             if share:
                 size, before = links[one.axes, link]
-                took = seconds if link == slow else 0.0
-                links[one.axes, link] = size + one.times * one.sent * share, before + took
+                links[one.axes, link] = size + one.times * one.sent * share, before + left
+                left = 0.0
     work = flops / (PEAK_SHARE * hardware.peak_flops)
     total = sum(seconds for _, seconds in links.values())
     return Times(work, dict(links), beside, max(work + total - beside, total), work + total)

@@ -15,34 +15,74 @@ from small_models import recipe
 
 from experiments import plan
 from ttcd_jax.run import build, layout
+from ttcd_jax.run.described import missing_compiler
+from ttcd_jax.sharding.collectives import Collective
 from ttcd_jax.train.hardware import Hardware
 
 CONFIG = recipe("quickstart.gin")
+T1 = Hardware("T1", 1e12, 10.5 * 2**30, node_rate=100e9, network_rate=10e9)
 
 
-@pytest.mark.parametrize("name", ["deltanet_340m.gin", "ablation/8_layers.gin"])
-def test_a_recipe_fits_a_node_without_data_and_writes_nothing(name, tmp_path):
-    line = ("launch", f"--gin={name}", f"--run_dir={tmp_path / 'run'}", "--dry_run")
-    result = commands.run(*line, "--topology=h100x8")
+def test_a_step_is_what_its_links_and_flops_take_beside_or_after_each_other():
+    gather = Collective("all-gather", "fsdp", "", 8, 1, 8e9, 0.0, True, 2)
+    reduce = Collective("all-reduce", "data", "", 4, 4, 1e9, 1.0, False)
+    ring = Collective("reduce-scatter", "fsdp x seq", "", 16, 2, 8e9, 1 / 8, True)
+    times = plan.times_of(0.4e12, [gather, reduce, ring], T1)
+    hops = 2 * 7 * 1.9e-6, 2 * 2 * 4e-6, 15 * (4e-6 + 7 * 1.9e-6) / 8
+    took = [x / 0.8 + y for x, y in zip((0.16, 0.1, 0.1), hops, strict=True)]
+    assert times.links == {
+        ("fsdp", "NVLink"): (16e9, pytest.approx(took[0])),
+        ("data", "network"): (1e9, pytest.approx(took[1])),
+        ("fsdp x seq", "network"): (1e9, pytest.approx(took[2])),
+        ("fsdp x seq", "NVLink"): (7e9, 0),
+    }
+    # A second of FLOPs; the all-reduce alone has nothing beside it.
+    assert times[-2:] == pytest.approx((1 + took[1], 1 + sum(took)))
+    times = plan.times_of(0.04e12, [gather, reduce, ring], T1)
+    assert times[-2:] == pytest.approx((sum(took), 0.1 + sum(took)))
+
+
+def test_what_was_not_counted_has_no_time(capsys):
+    lines = plan._time(CONFIG, 8, T1, 1e12, "a loop of unknown length")
+    assert "not counted (a loop of unknown length)" in lines["sent"]
+    assert "step" not in lines
+
+
+def test_a_recipe_fits_two_nodes_without_data_and_writes_nothing(tmp_path):
+    line = ("launch", "--gin=deltanet_340m.gin", f"--run_dir={tmp_path / 'run'}", "--dry_run")
+    small = ("--param=TransformerConfig.num_layers=2", "--param=TransformerConfig.dim=128")
+    result = commands.run(*line, *small, "--topology=h100x16")
     assert result.returncode == 0, result.stderr
     assert re.search(r"^fits +yes$", result.stdout, re.MULTILINE), result.stdout
-    assert "fsdp 8 x seq 1 x tensor 1; parts 2; remat block" in result.stdout
+    assert "data 2 x fsdp 8 x seq 1 x tensor 1; parts 1; remat block" in result.stdout
+    for name in ("sent: data, network", "sent: fsdp, NVLink", "step"):
+        assert re.search(rf"^{name} +\d", result.stdout, re.MULTILINE), result.stdout
+    compiler = "a CPU's program" if missing_compiler() else "the program of 16 described H100s"
+    assert f"per device, by {compiler}" in result.stdout
+    assert result.stderr.startswith("planning deltanet_340m.gin: importing JAX\n")
     assert "RECORDS='DIR'" in result.stderr
     assert "experiments.prepare_data --input=" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_prints_what_it_compares(monkeypatch, capsys):
+def test_a_plan_prints_what_it_compares(monkeypatch, capsys, tmp_path):
     mesh = layout.run_mesh(CONFIG)
     used = dict.fromkeys(("parameters", "gradients", "optimizer", "activations and all else"))
-    monkeypatch.setattr(plan, "make_plan", lambda *_: (dict.fromkeys(used, 2**30), None))
-    monkeypatch.setattr(plan, "run_mesh", lambda _: mesh)
+    made = dict.fromkeys(used, 2**30), SimpleNamespace(as_text=lambda: "ENTRY %main () -> x {\n}")
+    monkeypatch.setattr(plan, "make_plan", lambda *_: made)
+    monkeypatch.setattr(plan, "run_mesh", lambda *_, **__: mesh)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
-    plan.print_plan(CONFIG, Hardware("T1", peak_flops=1e12, memory_bytes=10.5 * 2**30))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = plan.Target(T1, [*mesh.devices.flat], 1)
+    plan.print_plan(CONFIG, target)
     there = "4.25 GiB per device: 0.5 (XLA_CLIENT_MEM_FRACTION) of 10.50 GiB, less 1.00 GiB"
-    found = capsys.readouterr().out
+    found, said = capsys.readouterr()
     assert there in found
     assert re.search("fits +yes", found)
+    assert re.search("step +.* in all: what is sent takes 0.00 ms", found)
+    assert said.startswith("compiling the step for")
+    plan.print_plan(CONFIG, target)  # from the cache
+    assert capsys.readouterr() == (found, "")
     plan.print_plan(CONFIG, None)  # of a CPU
     assert "fits" not in capsys.readouterr().out
     # Of a device without a data sheet, which is here.

@@ -42,6 +42,23 @@ def test_a_recipe_divides_among_devices_a_row_of_32768_tokens_at_a_time(name):
         assert _laid_out(config, num_devices) == (sizes, config.batch_size // by_rows)
 
 
+def test_copies_of_a_model_stay_in_a_node_where_its_state_leaves_room_and_rows_divide():
+    small, large = recipe("ipttcd_760m.gin"), recipe("cpt/ipttcd_llama31_8b.gin")
+    for config, num_devices, nodes, memory, expected in (
+        (small, 64, 8, 80e9, (8, 4, 2, 1)),
+        (small, 512, 64, 80e9, (32, 1, 16, 1)),  # 32 rows
+        (small, 128, 16, 80e9, (16, 2, 4, 1)),
+        (small, 64, 64, 80e9, (32, 1, 2, 1)),  # a device is a node
+        (small, 64, 8, 4e9, (2, 16, 2, 1)),
+        (large, 64, 8, 80e9, (4, 8, 2, 1)),  # 12.1 of 10 GB
+        (large, 64, 8, 141e9, (8, 4, 2, 1)),
+        (small.replace(batch_size=12), 24, 3, 80e9, (3, 4, 2, 1)),
+    ):
+        found = layout.mesh_config(config, num_devices, nodes, memory)
+        assert tuple(found.sizes(num_devices).values()) == expected
+        assert found.slices == expected[0]
+
+
 def test_short_rows_are_computed_together_on_a_cpu_in_small_parts_with_unrolled_layers():
     config = recipe("quickstart.gin").replace(batch_size=256)
     mesh, length = build_mesh(MeshConfig(), jax.devices("cpu")[:1]), config.data.seq_len

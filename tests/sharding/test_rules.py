@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from ttcd_jax.axes import LOGICAL_AXES
 from ttcd_jax.sharding import rules
 from ttcd_jax.sharding.batch import Placement
-from ttcd_jax.sharding.mesh import AXES, MeshConfig, build_mesh
+from ttcd_jax.sharding.mesh import AXES, MeshConfig, build_mesh, num_nodes
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,16 @@ def test_axes_are_automatic_and_only_data_leaves_a_slice():
     mesh = build_mesh(MeshConfig(data=2, fsdp=4, slices=2), devices)
     slices = [[device.slice_index for device in row.flat] for row in mesh.devices]
     assert slices == [[0] * 4, [1] * 4]
+    assert num_nodes(devices) == 2
+    for device in devices:  # on four hosts of one slice, in an order of their own
+        device.slice_index, device.process_index = 0, device.id % 4
+    assert num_nodes(devices) == 4
+    mesh = build_mesh(MeshConfig(data=2, fsdp=4, slices=2), devices)
+    hosts = [sorted(device.process_index for device in row.flat) for row in mesh.devices]
+    assert hosts == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    refused("1 slices and 4 hosts", build_mesh, MeshConfig(data=8, fsdp=1, slices=8), devices)
+    mesh = build_mesh(MeshConfig(data=8, fsdp=1, slices=8), devices, nodes=8)
+    assert mesh.shape["data"] == 8
 
 
 def _mesh(*sizes, types=(AxisType.Auto,) * 4):

@@ -108,6 +108,7 @@ SHARDED = {
     "both": (8, {"fsdp": 4, "tensor": 2}, (None, "fsdp", "tensor"), {"all-to-all"}),
     "twice": (8, {"fsdp": 4, "seq": 2}, (None, ("fsdp", "seq"), None), {"all-to-all"}),
     "copies": (4, {"data": 2, "fsdp": 4}, (None, "fsdp", None), {"all-to-all"}),
+    "few": (3, {"data": 2, "fsdp": 4}, (None, "fsdp", None), {"all-to-all"}),
     "uneven": (6, {"fsdp": 8}, (None, None, "fsdp"), {"all-to-all"}),
 }
 

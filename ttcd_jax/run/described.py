@@ -10,7 +10,7 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -22,23 +22,13 @@ from ttcd_jax.train.hardware import DEVICES_PER_NODE, Hardware
 COMPILER = Path(sys.prefix) / "hopper"
 
 
-class _Chip(NamedTuple):
-    """What the compiler asks of a GPU, by NVIDIA's architecture papers."""
-
-    capability: int
-    cores: int  # multiprocessors
-    units: int  # of float32 in each
-    ghz: float
-    shared_bytes: int
-    cache_bytes: int
-    bytes_per_second: int
-
-
+# By NVIDIA's architecture papers: compute capability, multiprocessors, float32 units in each, GHz,
+# bytes of shared memory, of cache, and per second of memory.
 _CHIPS = {
-    "A100": _Chip(8, 108, 64, 1.41, 167_936, 41_943_040, 2_039_000_000_000),
-    "H100": _Chip(9, 132, 128, 1.98, 233_472, 52_428_800, 3_352_320_000_000),
-    "H200": _Chip(9, 132, 128, 1.98, 233_472, 62_914_560, 4_800_000_000_000),
-    "B200": _Chip(10, 148, 128, 1.965, 233_472, 132_644_864, 8_000_000_000_000),
+    "A100": (8, 108, 64, 1.41, 167_936, 41_943_040, 2_039_000_000_000),
+    "H100": (9, 132, 128, 1.98, 233_472, 52_428_800, 3_352_320_000_000),
+    "H200": (9, 132, 128, 1.98, 233_472, 62_914_560, 4_800_000_000_000),
+    "B200": (10, 148, 128, 1.965, 233_472, 132_644_864, 8_000_000_000_000),
 }
 
 
@@ -78,28 +68,27 @@ def described_program(config: RunConfig, hardware: Hardware, count: int) -> Prog
 def compiled_step(program: Program) -> jax.stages.Compiled:
     """The compiled training step. For described devices its machine code is not optimised, which
     changes neither the arrays that it holds nor what it sends, and takes half the time."""
+    is_here = program.mesh.devices.flat[0] in jax.devices()
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    quick["xla_gpu_autotune_level"] = 0
     with jax.set_mesh(program.mesh):
-        lowered = program.step()
-        is_here = program.mesh.devices.flat[0] in jax.devices()
-        quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-        quick["xla_gpu_autotune_level"] = 0
-        return lowered.compile(None if is_here else quick)
+        return program.step().compile(None if is_here else quick)
 
 
 def _target(hardware: Hardware) -> str:
-    chip = _CHIPS[hardware.name]
-    feature = " feature_extension: ACCELERATED_FEATURES" if chip.capability >= 9 else ""
+    capability, cores, units, ghz, shared, cache, rate = _CHIPS[hardware.name]
+    feature = " feature_extension: ACCELERATED_FEATURES" if capability >= 9 else ""
     return f"""
 gpu_device_info {{
-  cuda_compute_capability {{ major: {chip.capability} minor: 0{feature} }}
-  core_count: {chip.cores} fpus_per_core: {chip.units} clock_rate_ghz: {chip.ghz}
+  cuda_compute_capability {{ major: {capability} minor: 0{feature} }}
+  core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {ghz}
   threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_block_limit: 65536 registers_per_core_limit: 65536
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: {chip.shared_bytes - 1024}
-  shared_memory_per_core: {chip.shared_bytes} l2_cache_size: {chip.cache_bytes}
-  device_memory_size: {int(hardware.memory_bytes)} memory_bandwidth: {chip.bytes_per_second}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared - 1024}
+  shared_memory_per_core: {shared} l2_cache_size: {cache}
+  device_memory_size: {int(hardware.memory_bytes)} memory_bandwidth: {rate}
 }}
 platform_name: "CUDA"
 """

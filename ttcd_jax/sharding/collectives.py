@@ -41,11 +41,9 @@ _RING = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 
 
 class Collective(NamedTuple):
-    """One that a device takes part in, `times` a step, with others of its kind, axes and array."""
-
     kind: str  # as in all-gather
-    axes: str  # mesh axes along which its devices differ, as in "fsdp x seq"
-    array: str  # what a device has of it afterwards
+    axes: str  # along which its devices differ, as in "fsdp x seq"
+    array: str  # that a device has afterwards
     devices: int  # of a group
     nodes: int  # over which a group is spread
     sent: float  # bytes, by one device

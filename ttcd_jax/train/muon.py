@@ -86,11 +86,12 @@ def _shared_newton_schulz(stack: Float[Array, "Y X Z"]) -> Float[Array, "Y X Z"]
     mesh, free = jax.typeof(stack).sharding.mesh, PartitionSpec.UNCONSTRAINED
     axes = [name for name in reversed(mesh.auto_axes) if name != "data"]
     names = tuple(name for name in axes if mesh.shape[name] > 1)
+    devices = math.prod(mesh.shape[name] for name in names)
+    # Padded inside its matrices, or XLA would share out the uneven stack.
     stages = [
         NamedSharding(mesh, PartitionSpec(names[:count], free, free))
-        for count in range(1, len(names) + 1)
+        for count in range(0 if len(stack) % devices else 1, len(names) + 1)
     ]
-    devices = math.prod(mesh.shape[name] for name in names)
     x = jnp.pad(stack, ((0, -len(stack) % devices), (0, 0), (0, 0)))
     for stage in stages:
         x = jax.lax.with_sharding_constraint(x, stage)
