@@ -36,6 +36,10 @@ from ttcd_jax.units import OF_OUTPUT, printable
 CONFIG_DIR = Path(__file__).parent / "configs"
 _MOST_QUOTED = 1000  # characters at either end of a longer error
 _MAY_BE_EMPTY = ("compile_cache",)
+_MAY_BE_IN_BUCKET = {  # flags, and the arguments of `convert`
+    *("--run_dir", "--output", "--verify", "--tokenizer", "--save_state", "--load_state"),
+    "an argument",
+}
 _OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 _OF_JAX = re.compile("Unable to initialize backend|for JAX flag|for environment 'JAX_")
 
@@ -53,21 +57,19 @@ def run(
     main: Callable[[list[str]], None],
     arguments: Sequence[str] | None = (),
     options: OptionsOf | None = None,
-    in_bucket: Sequence[str] = (),
 ) -> NoReturn:
     """Parses the flags, calls `main([program, *values of arguments])` and ends the process.
 
     `arguments` names the required arguments after the flags; with None every argument that is not
     a flag is passed to `main`. `options` gives the class of the options that flags and the
-    arguments after them choose, if they choose one: --help shows its fields. `in_bucket`: the flags
-    (or "an argument") that may be addresses in a bucket.
+    arguments after them choose, if they choose one: --help shows its fields.
     """
     open_standard_streams()
     for name in {"import", "distributed"} & {*flags.FLAGS}:  # which --help shows
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     with mistakes_reported():
-        app.run(main, flags_parser=functools.partial(_parse_flags, arguments, options, in_bucket))
+        app.run(main, flags_parser=functools.partial(_parse_flags, arguments, options))
     raise AssertionError("app.run ends in SystemExit")
 
 
@@ -214,10 +216,7 @@ def _show_options(options: OptionsOf, command_line: list[str]) -> None:
 
 
 def _parse_flags(
-    names: Sequence[str] | None,
-    options: OptionsOf | None,
-    in_bucket: Sequence[str],
-    command_line: list[str],
+    names: Sequence[str] | None, options: OptionsOf | None, command_line: list[str]
 ) -> list[str]:
     flags.FLAGS.set_gnu_getopt(True)  # flags may follow arguments
     try:
@@ -229,7 +228,7 @@ def _parse_flags(
         if options is not None:
             _show_options(options, command_line)
         sys.exit(0)
-    _check_texts(rest, in_bucket)
+    _check_texts(rest)
     import_modules(flags.FLAGS["import"].value or ())
     if names is None:
         return [program, *rest]
@@ -258,9 +257,8 @@ def _shown(text: str) -> str:
     return printable(text, OF_OUTPUT)
 
 
-def _check_texts(arguments: Sequence[str], in_bucket: Sequence[str]) -> None:
-    """Raises `UserError` for a flag or an argument that is empty, or names a bucket and is not
-    among those that may be there."""
+def _check_texts(arguments: Sequence[str]) -> None:
+    """Raises `UserError` for a flag or an argument that is empty, or in a bucket in vain."""
     texts = [("an argument", text) for text in arguments]
     for name in flags.FLAGS:
         flag = flags.FLAGS[name]
@@ -268,7 +266,7 @@ def _check_texts(arguments: Sequence[str], in_bucket: Sequence[str]) -> None:
             values = (flag.value or [""]) if isinstance(flag.value, list) else [flag.value]
             texts += [(f"--{name}", value) for value in values if isinstance(value, str)]
     for name, text in texts:
-        check_text(name, text, in_bucket=name.removeprefix("--") in in_bucket)
+        check_text(name, text, in_bucket=name in _MAY_BE_IN_BUCKET)
 
 
 def _is_ours(file: str | bytes) -> bool:

@@ -161,4 +161,4 @@ def _export(run_dir: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, ("import|export", "FROM", "TO"), in_bucket=("an argument", "tokenizer"))
+    cli.run(main, ("import|export", "FROM", "TO"))

@@ -82,4 +82,4 @@ def _options(arguments: list[str]) -> type[Config] | None:
 
 
 if __name__ == "__main__":
-    cli.run(main, arguments=None, options=_options, in_bucket=("run_dir",))
+    cli.run(main, arguments=None, options=_options)

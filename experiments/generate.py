@@ -288,4 +288,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, in_bucket=("run_dir", "save_state", "load_state"))
+    cli.run(main)

@@ -138,4 +138,4 @@ def _plan(config: Any, run_dir: Any, unreachable: OSError | None) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, in_bucket=("run_dir",))
+    cli.run(main)

@@ -199,4 +199,4 @@ def _print_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, in_bucket=("output", "tokenizer", "verify"))
+    cli.run(main)

@@ -1,12 +1,6 @@
 """Records, runs and files in buckets, on a server of this process that fails as asked."""
 
-import contextlib
-import itertools
-import json
-import logging
-import os
 import signal
-import threading
 
 import commands
 import corpora
@@ -17,10 +11,11 @@ from object_store import ObjectStore, serving
 from small_models import run_config
 
 from ttcd_jax import files, load_run, storage, train_run
-from ttcd_jax.data.records import open_records
-from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.data.records import prepare_records
+from ttcd_jax.data.sources import RecordsConfig
+from ttcd_jax.data.tokenizer import TokenizerConfig
+from ttcd_jax.errors import CheckpointError
 from ttcd_jax.run.directory import RunDirectory
-from ttcd_jax.train.checkpoint import complete_steps
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +63,7 @@ def fails(store: ObjectStore, *faults, method="", name=""):
 def test_a_file_or_folder_is_there_whole_or_not_at_all(scheme, store, tmp_path, monkeypatch):
     folder = storage.to_path(f"{scheme}://bucket/a/folder/")
     file, store.page = folder.parent / "x.json", 2
-    assert storage.shown(folder) == f"{scheme}://bucket/a/folder"
+    assert storage.address(folder) == f"{scheme}://bucket/a/folder"
     files.write_json(file, {"x": 1})
     files.write_json(storage.to_path(f"{scheme}://bucket/a/folder2.json"), {})
 
@@ -88,7 +83,7 @@ def test_a_file_or_folder_is_there_whole_or_not_at_all(scheme, store, tmp_path, 
         storage.fetch(folder)
     fill("a", "b", "sub/c")
     assert store.names("bucket/a/folder/") == ["a", "b", "sub/c"]
-    refused("folder exists: choose another", fill, "a")
+    refused("folder exists and|choose another", fill, "a")
 
     move(monkeypatch, tmp_path / "third")
     there = storage.copy_of(f"{scheme}://bucket/a")
@@ -127,25 +122,30 @@ def test_a_server_that_fails_for_a_while_is_asked_again(scheme, store):
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_one_process_has_a_run_until_it_shows_no_life(scheme, store, tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(storage, "LEASE_SECONDS", 0.8)
     run = f"{scheme}://bucket/run"
-    first = RunDirectory(run)
-    with first.lock():
+    path = storage.to_path(run)
+    with RunDirectory(run).lock():
+        first = storage._leases[path]
         refused("in use by process", RunDirectory(run).lock().__enter__)
-        move(monkeypatch, tmp_path / "others")
-        refused("in use by process", RunDirectory(run).lock().__enter__)
-        monkeypatch.setattr(storage._Lease, "renew", lambda self: None)  # it is stopped
-    # Where it was is free at once, elsewhere after the time of the lease.
-    monkeypatch.undo()
+        monkeypatch.setattr(storage.uuid, "getnode", lambda: 7)  # another machine
+        refused("in use by process", storage.lease(path).__enter__)
+        first._is_over.set()  # it is stopped
+        with storage.lease(path):
+            with pytest.raises(OSError, match=r"process \d+ on .* has taken the run"):
+                first.renew()
+            first.end()
+            assert store.names("bucket/run/") == ["lock"]
+    assert store.names("bucket/run/") == []
 
 
-def _killing(store, process, method, end, is_applied):
-    """Kills the process by SIGKILL at its first request of a method whose name has this end."""
+def _kills(store, process, method, end, is_applied):
+    """Kills the process at its first request of a method whose name has this end."""
 
     def fault(found_method, name):
-        if method == found_method and name.endswith(end):
-            process().send_signal(signal.SIGKILL)
-            process().wait()
+        if (method, True) == (found_method, name.endswith(end)):
+            process[0].send_signal(signal.SIGKILL)
+            process[0].wait()
             return None if is_applied else 503
         return None
 
@@ -153,11 +153,8 @@ def _killing(store, process, method, end, is_applied):
 
 
 KILLS = [
-    ("PUT", "run/config.json", True),
-    ("PUT", "checkpoints/4/params/manifest.ocdbt", True),
-    ("PUT", "checkpoints/4/DIGEST.json", True),
-    ("PUT", "checkpoints/8/DIGEST.json", False),
-    ("DELETE", "checkpoints/4/DIGEST.json", True),
+    ("PUT", "checkpoints/8/DIGEST.json", False, "resumed at step 4"),
+    ("DELETE", "checkpoints/4/DIGEST.json", True, "resumed at step 12"),
 ]
 
 
@@ -166,18 +163,57 @@ def test_a_run_killed_anywhere_goes_on_elsewhere_with_the_same_losses(store, tmp
     flags = tiny_run.flags("recall.gin", *tiny_run.RECALL, *more)
     flags += ["--param=RunConfig.log_every=1"]
     commands.output("launch", *flags, f"--run_dir={tmp_path}/plain")
+    process, resumed = [], ""
     for turn, kill in enumerate([*KILLS, None]):
         move(monkeypatch, tmp_path / f"machine{turn}")
         store.objects.pop("bucket/run/lock", None)  # as if a minute had passed
-        process = None
         if kill:
-            _killing(store, lambda: process, *kill)
-        process = commands.start("launch", *flags, "--run_dir=s3://bucket/run", stderr=-1)
-        _, errors = process.communicate(timeout=100)
-        store.fault = lambda method, name: None
-        assert process.returncode == (-signal.SIGKILL if kill else 0), errors
+            _kills(store, process, *kill[:3])
+        line = "launch", *flags, "--run_dir=s3://bucket/run"
+        process[:] = [commands.start(*line, stdout=-1, stderr=-1)]
+        output, errors = process[0].communicate(timeout=200)
+        assert process[0].returncode == (-signal.SIGKILL if kill else 0), errors
+        assert resumed in output
+        store.fault, resumed = (lambda method, name: None), kill and kill[3]
     run = RunDirectory("s3://bucket/run")
     assert tiny_run.losses(run.path) == tiny_run.losses(tmp_path / "plain")
     steps = {name.split("/")[0] for name in store.names("bucket/run/checkpoints/")}
     assert steps == {"12", "16"}
     assert "bucket/run/lock" not in store.objects
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_another_machine_reads_records_and_runs(scheme, store, tmp_path, monkeypatch, caplog):
+    corpus = corpora.text_folder(tmp_path / "text", ["one text " * 99, "another text " * 99])
+    with files.whole_folder(storage.to_path(f"{scheme}://bucket/records")) as folder:
+        prepare_records(corpus, TokenizerConfig(), folder)
+    data = RecordsConfig(paths=f"{scheme}://bucket/records", seq_len=8)
+    config, run = (
+        run_config("ipttcd", steps=4, data=data, checkpoint_every=2),
+        f"{scheme}://bucket/run",
+    )
+    train_run(config, run)
+    move(monkeypatch, tmp_path / "others")
+    loaded = load_run(run)
+    assert loaded.step == 4
+    assert data.open("train")[0].read(0, 0, 4).tolist() == [256, *b"one"]
+    object_ = next(x for x in store.names("bucket/") if "run/checkpoints/4/params/d/" in x)
+    with store.lock:
+        generation, content = store.objects["bucket/" + object_]
+        store.objects["bucket/" + object_] = generation, content[:-1] + bytes([content[-1] ^ 1])
+    move(monkeypatch, tmp_path / "third")
+    assert load_run(run).step == 2
+    assert "refused damaged or unsealed checkpoint step 4" in caplog.text
+    fails(store, *[503] * 10**4, method="P", name="checkpoints/6/")
+    longer = config.replace(steps=6)
+    refused(
+        "step 6 was not saved|503|last good step: 2",
+        train_run,
+        longer,
+        run,
+        changes=["RunConfig.steps"],
+        error=CheckpointError,
+    )
+    store.fault = lambda method, name: None
+    train_run(longer, run)
+    assert load_run(run).step == 6

@@ -36,7 +36,7 @@ ORDER = (
 LOW = (
     *("ttcd_jax.allocation", "ttcd_jax.axes", "ttcd_jax.config", "ttcd_jax.errors"),
     *("ttcd_jax.files", "ttcd_jax.precision", "ttcd_jax.registry", "ttcd_jax.tokens"),
-    *("ttcd_jax.terminal", "ttcd_jax.units", "ttcd_kernels"),
+    *("ttcd_jax.storage", "ttcd_jax.terminal", "ttcd_jax.units", "ttcd_kernels"),
 )
 OURS = ("ttcd_jax", "ttcd_kernels", "experiments", "tests")
 MAY_IMPORT = {

@@ -44,6 +44,7 @@ Fraction = Annotated[float, Bound("between 0 and 1", lambda value: 0 <= value <=
 Decay = Annotated[float, Bound("in [0, 1)", lambda value: 0 <= value < 1)]
 LIMIT = Bound("a number from 1, or a share below 1", lambda x: 0 < x < 1 or (x >= 1 and x % 1 == 0))
 IN_BUCKET = Bound("a path", lambda value: True)  # or an address in a bucket
+Place = Annotated[str | None, IN_BUCKET]
 DISTINCT = Bound("one or more, none twice", lambda values: 0 < len(values) == len(set(values)))
 
 

@@ -117,9 +117,10 @@ def check_unused(path: Path) -> None:
     """Raises `UserError` unless `path` is free: absent, or an empty folder."""
     if storage.address(path) is not None:
         shutil.rmtree(path, ignore_errors=True)  # the copy of what was there
-        if not storage.is_free(path):
-            raise UserError(f"{path} exists: choose another")
-    elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+        is_used = any(found := storage.names(path)) and storage.UNFINISHED not in found
+    else:
+        is_used = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if is_used:
         raise UserError(f"{path} exists and is not an empty folder: choose another")
 
 

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import fcntl
 import functools
-import json
 import os
 import re
 import socket
@@ -31,17 +30,12 @@ SCHEMES = {"gs": "gcs", "s3": "s3"}  # and the drivers of TensorStore
 UNFINISHED = ".unfinished"
 RETRIES: dict[str, Any] = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s"}
 LEASE_SECONDS = 60.0
-_RACE_SECONDS = 0.5
 
 _ADDRESS = re.compile("(gs|s3)://?(.*)")  # `Path` makes one slash of two
 _CONNECTIONS = 4  # each holds a file of up to 2 GiB in memory
-_LIMITS = {  # of a server that is silent
-    "CONNECT_TIMEOUT_SECONDS": "15",
-    "LOW_SPEED_TIME_SECONDS": "30",
-    "LOW_SPEED_LIMIT_BYTES": "1",
-}
-_REMEDY = "check the address, the network and the credentials, and run the command again"
-_RECORDS = ".generations"  # below the root: of every file the generation, size and time it had
+_LIMITS = {"CONNECT_TIMEOUT_SECONDS": 15, "LOW_SPEED_TIME_SECONDS": 30, "LOW_SPEED_LIMIT_BYTES": 1}
+_RACE_SECONDS = 0.5
+_GROWING = ("metrics.jsonl", "tensorboard", "profile", "wandb")  # in a run directory
 
 
 def user_cache() -> Path:
@@ -59,7 +53,7 @@ def to_path(text: str | os.PathLike[str]) -> Path:
     if (match := _ADDRESS.fullmatch(os.fspath(text))) is None:
         return Path(text)
     parts = [part for part in match[2].split("/") if part]
-    if not parts or any(part[0] == "." for part in parts):
+    if len(parts) < 2 or any(part[0] == "." for part in parts):
         raise UserError(
             f"{os.fspath(text)!r} is no address of ours in a bucket: write {match[1]}://BUCKET/NAME"
             ", no part of which begins with a dot"
@@ -93,10 +87,12 @@ def fetch(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> Path
         return path
     found = names(path)
     if UNFINISHED in found:
-        raise OSError(
-            errno.EIO, "its writer was killed, or is writing yet: write it again", shown(path)
-        )
-    with _alone(path):
+        text = "its writer was killed, or is writing yet: write it again"
+        raise OSError(errno.EIO, text, str(path))
+    busy = root() / ".locks" / str(path.absolute()).replace("/", "%")[-200:]
+    busy.parent.mkdir(parents=True, exist_ok=True)
+    with busy.open("a") as handle:  # of the processes of this machine one downloads
+        fcntl.flock(handle, fcntl.LOCK_EX)
         records = (x.relative_to(_record(path)) for x in _record(path).rglob("*") if x.is_file())
         known = {*found, *map(Path.as_posix, records)}
         _all(_download, [path / name for name in known if wanted(name)] if known else [path])
@@ -107,22 +103,18 @@ def names(path: Path) -> list[str]:
     """The objects below a folder in a bucket, by their names in it."""
     from tensorstore import KvStore
 
-    with _reporting(path):
-        store, key = _located(path)
-        below = KvStore.KeyRange(f"{key}/", f"{key}0") if key else KvStore.KeyRange()
-        listed = store.list(below).result()
-    found = [name.decode()[len(f"{key}/") if key else 0 :] for name in listed]
+    def listed(store: Any, key: str) -> Any:
+        below = KvStore.KeyRange(f"{key}/", f"{key}0")
+        return store.list(below, strip_prefix_length=len(key.encode()) + 1)
+
+    found = map(bytes.decode, _ask(path, listed))
     return [name for name in found if name == UNFINISHED or address(path / name)]
 
 
-def push(path: Path, without: Iterable[str] = ()) -> None:
-    """Uploads the file, or the files of the folder, that were changed here, hidden ones and those
-    below the names `without` excepted. Nothing happens to a path in no bucket."""
-    if address(path) is not None:
-        files = [path] if path.is_file() else [x for x in path.rglob("*") if x.is_file()]
-        left_out = [path / name for name in without]
-        files = [x for x in files if address(x) and not any(map(x.is_relative_to, left_out))]
-        _all(_upload, files)
+def push(*paths: Path) -> None:
+    """Uploads files, and those in folders. Nothing happens to hidden files and in no bucket."""
+    files = [file for path in paths if address(path) for file in (path, *path.rglob("*"))]
+    _all(_upload, [file for file in files if file.is_file() and address(file)])
 
 
 def publish(path: Path) -> None:
@@ -130,46 +122,27 @@ def publish(path: Path) -> None:
     if address(path) is None or path.is_file():
         push(path)
         return
-    store, key = _located(path / UNFINISHED)
-    with _reporting(path):
-        store.write(key, b"").result()
+    _put(path / UNFINISHED, b"")
     push(path)
     for name in names(path):  # of an earlier writer
         if name != UNFINISHED and not (path / name).is_file():
             remove(path / name)
-    with _reporting(path):
-        store.write(key, None).result()
+    _put(path / UNFINISHED, None)
 
 
 def remove(path: Path) -> None:
     """Deletes the object, or all objects below the folder, in the bucket."""
-    for file in [path / name for name in names(path)] or [path]:
-        store, key = _located(file)
-        with _reporting(path):
-            store.write(key, None).result()
+    for file in [path / name for name in sorted(names(path))] or [path]:  # `DIGEST.json` is first
+        _put(file, None)
         _record(file).unlink(missing_ok=True)
-
-
-def is_pushed(file: Path) -> bool:
-    """Whether the bucket had this file when it was last fetched or pushed; of a path in no bucket
-    whether it is there."""
-    return (file if address(file) is None else _record(file)).is_file()
-
-
-def is_free(path: Path) -> bool:
-    """Whether nothing complete is at an address."""
-    found = names(path)
-    with _reporting(path):
-        store, key = _located(path)
-        is_object = store.read(key).result().state == "value"
-    return not is_object and (not found or UNFINISHED in found)
 
 
 @contextlib.contextmanager
 def lease(folder: Path) -> Iterator[None]:
-    """Holds a folder of a bucket by its object `lock`, under the lock of the copy; nothing for a
-    path in no bucket. `BlockingIOError` names another holder. One that is killed holds it until
-    `LEASE_SECONDS` have passed without a sign of life, or until it is started again here."""
+    """Holds the run directory of a bucket by its object `lock`, under the lock of the copy; nothing
+    for a path in no bucket. Raises `UserError` for one that another holds. A killed holder holds it
+    until `LEASE_SECONDS` have passed without a sign of life, or it is started again on this disk.
+    """
     if address(folder) is None:
         yield
         return
@@ -177,67 +150,76 @@ def lease(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        del _leases[folder]
+        try:
+            push_held(folder)
+        except OSError as error:
+            logging.warning("%s: its metrics are not all there: %s", *error.args[:0:-1])
+        _leases.pop(folder, None)
         held.end()
 
 
-def check_lease(folder: Path) -> None:
-    """Raises `OSError` if another process has taken the folder that this one holds."""
+def push_held(folder: Path) -> None:
+    """Uploads the files that grow in the run directory that this process holds, if any. Raises
+    `OSError` if another one has taken it."""
     if folder in _leases:
         _leases[folder].renew()
+        push(*(folder / name for name in _GROWING))
 
 
 class _Lease:
     def __init__(self, folder: Path) -> None:
-        self._path, self._turn, self._is_over = folder / "lock", 0, threading.Event()
-        self._store, self._key = _located(self._path)
-        self._owner = {"owner": f"process {os.getpid()} on {socket.gethostname()}"}
-        self._owner |= {"disk": _disk(), "id": uuid.uuid4().hex}
-        self._busy = threading.Lock()
-        with _reporting(self._path):
-            self._generation = self._free()
+        root().mkdir(parents=True, exist_ok=True)
+        # Of a holder on the same disk the lock of the copy says that it is dead.
+        self._disk = f"{socket.gethostname()} {uuid.getnode()} {root().stat().st_ino}"
+        owner = f"process {os.getpid()} on {socket.gethostname()}"
+        self._text = f"{owner}\n{self._disk}\n{uuid.uuid4().hex}\n"
+        self._path, self._turn = folder / "lock", 0
+        self._busy, self._is_over = threading.Lock(), threading.Event()
+        self._generation = self._free()
         self.renew()
-        if shown(folder).startswith("s3"):  # it compares generations before it writes
+        if "s3" in folder.relative_to(root()).parts[0]:  # it compares, then it writes
             time.sleep(_RACE_SECONDS)
             self.renew()
         threading.Thread(target=self._keep, daemon=True).start()
 
     def renew(self) -> None:
         """Writes the lock again. Raises `OSError` if it is another's."""
-        with self._busy, _reporting(self._path):
+        with self._busy:
             self._turn += 1  # the generation of S3 is a digest
-            text = json.dumps(self._owner | {"turn": self._turn})
-            stamp = self._store.write(self._key, text, if_equal=self._generation).result()
+            text = f"{self._text}{self._turn}\n"
+            stamp = _put(self._path, text, if_equal=self._generation)
             if not stamp.generation:
-                self._check(self._store.read(self._key).result().value)
+                found = _get(self._path)  # ours, if the answer to a write was lost
+                if not found.value.decode().startswith(self._text):
+                    other = found.value.decode().partition("\n")[0] or "somebody"
+                    text = f"{other} has taken the run: end one of the two"
+                    raise OSError(errno.EBUSY, text, str(self._path.parent))
+                stamp = found.stamp
             self._generation = stamp.generation
 
     def end(self) -> None:
         self._is_over.set()
-        with self._busy, contextlib.suppress(OSError), _reporting(self._path):
-            self._store.write(self._key, None, if_equal=self._generation).result()
+        with self._busy, contextlib.suppress(OSError):
+            _put(self._path, None, if_equal=self._generation)
 
     def _free(self) -> bytes:
         """The generation of the lock once it is free."""
-        found = self._store.read(self._key).result()
-        if found.state == "value" and _owner(found.value).get("disk") != _disk():
-            owner = _owner(found.value).get("owner")
-            logging.warning("%s: is %s alive? a minute tells", shown(self._path), owner)
-            end = time.monotonic() + LEASE_SECONDS
-            while time.monotonic() < end:
-                time.sleep(1)
-                now = self._store.read(self._key, if_not_equal=found.stamp.generation).result()
-                if now.state == "value":
-                    raise BlockingIOError(errno.EAGAIN, owner)
-                if now.state == "missing":
-                    return now.stamp.generation
+        found, end = _get(self._path), time.monotonic() + LEASE_SECONDS
+        generation, lines = found.stamp.generation, found.value.decode().splitlines()
+        if self._disk in lines:
+            return generation
+        if lines:
+            text = "%s: waiting %.0f seconds for a sign of life of %s"
+            logging.warning(text, self._path.parent, LEASE_SECONDS, lines[0])
+        while found.state != "missing" and time.monotonic() < end:
+            time.sleep(LEASE_SECONDS / 60)
+            found = _get(self._path, generation)
+            if found.state == "value":
+                raise UserError(
+                    f"{self._path.parent} is in use by {lines[0]}: wait for it, or choose another "
+                    "--run_dir"
+                )
         return found.stamp.generation
-
-    def _check(self, content: bytes) -> None:
-        if _owner(content).get("id") != self._owner["id"]:
-            other = _owner(content).get("owner", "another process")
-            text = f"{other} has taken the run: end one of the two"
-            raise OSError(errno.EBUSY, text, shown(self._path.parent))
 
     def _keep(self) -> None:
         while not self._is_over.wait(LEASE_SECONDS / 4):
@@ -248,71 +230,58 @@ class _Lease:
 _leases: dict[Path, _Lease] = {}
 
 
-def _owner(content: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        if isinstance(found := json.loads(content), dict):
-            return found
-    return {}
-
-
-def _disk() -> list[Any]:
-    """What tells the disk of the copies from others: its locks say that a holder here is dead."""
-    root().mkdir(parents=True, exist_ok=True)
-    return [socket.gethostname(), uuid.getnode(), root().stat().st_ino]
-
-
 @functools.cache
 def _bucket(scheme: str, name: str) -> Any:
     for variable, value in _LIMITS.items():
-        os.environ.setdefault(f"TENSORSTORE_CURL_{variable}", value)
+        os.environ.setdefault(f"TENSORSTORE_CURL_{variable}", str(value))
     from tensorstore import KvStore
 
-    driver, spec = SCHEMES[scheme], {"bucket": name}
+    driver = SCHEMES[scheme]
+    spec: dict[str, Any] = {"driver": driver, "bucket": name}
+    spec["context"] = {f"{driver}_request_retries": RETRIES}
     if scheme == "s3":
         if "AWS_ACCESS_KEY_ID" in os.environ:  # the search for others logs what it does not find
             spec["aws_credentials"] = {"type": "environment"}
         if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
             spec |= {"endpoint": endpoint, "aws_region": os.environ.get("AWS_REGION", "us-east-1")}
-    context = {f"{driver}_request_retries": RETRIES}
-    return KvStore.open({"driver": driver, "context": context} | spec).result()
+    return KvStore.open(spec).result()
 
 
-def _located(path: Path) -> tuple[Any, str]:
-    """(store, key) of a copy."""
+def _ask(path: Path, call: Callable[[Any, str], Any]) -> Any:
+    """What TensorStore answers to `call(store, key)`; its failures, all of them `ValueError`s, as
+    `OSError`."""
     scheme, bucket, *parts = path.absolute().relative_to(root()).parts
-    return _bucket(scheme, bucket), "/".join(parts)
+    try:
+        return call(_bucket(scheme, bucket), "/".join(parts)).result()
+    except ValueError as error:
+        remedy = "check the address, the network and the credentials, and run the command again"
+        reason = str(error).splitlines()[0][:300]
+        raise OSError(errno.EIO, f"{reason}; {remedy}", str(path)) from error
+
+
+def _get(file: Path, generation: bytes = b"") -> Any:
+    """The object, unless it is of this generation."""
+    return _ask(file, lambda store, key: store.read(key, if_not_equal=generation))
+
+
+def _put(file: Path, content: bytes | str | None, **condition: bytes) -> Any:
+    """The new generation, empty where the condition does not hold; None deletes the object."""
+    return _ask(file, lambda store, key: store.write(key, content, **condition))
 
 
 def _download(file: Path) -> None:
-    """The object, unless the bucket has what the copy was made of."""
-    (store, key), generation = _located(file), _recorded(file)[0] if file.is_file() else ""
-    with _reporting(file):
-        found = store.read(key, if_not_equal=bytes.fromhex(generation)).result()
+    is_known = file.is_file() and _record(file).is_file()
+    found = _get(file, _record(file).read_bytes() if is_known else b"")
     if found.state == "value":
         _write(file, found.value)
-        _note(file, found.stamp, _stamp(file))
+        _write(_record(file), found.stamp.generation)
     for gone in (file, _record(file)) if found.state == "missing" else ():
         if gone.is_file():
             gone.unlink()
 
 
 def _upload(file: Path) -> None:
-    """The file, unless it is as it was when it was last transferred."""
-    if (stamp := _stamp(file)) != _recorded(file)[1:]:
-        store, key = _located(file)
-        with _reporting(file):
-            written = store.write(key, file.read_bytes()).result()
-        _note(file, written, stamp)
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """The processes of this machine fetch a path one after the other."""
-    file = root() / ".locks" / str(path.absolute()).replace("/", "%")[-200:]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+    _write(_record(file), _put(file, file.read_bytes()).generation)
 
 
 def _all(transfer: Callable[[Path], None], files: Iterable[Path]) -> None:
@@ -321,22 +290,8 @@ def _all(transfer: Callable[[Path], None], files: Iterable[Path]) -> None:
 
 
 def _record(path: Path) -> Path:
-    return root() / _RECORDS / path.absolute().relative_to(root())
-
-
-def _recorded(file: Path) -> list[Any]:
-    """Generation, size and time of a file when it was last as in the bucket."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(_record(file).read_bytes())
-    return ["", 0, 0]
-
-
-def _note(file: Path, generation: Any, stamp: list[int]) -> None:
-    _write(_record(file), json.dumps([generation.generation.hex(), *stamp]).encode())
-
-
-def _stamp(file: Path) -> list[int]:
-    return [(found := file.stat()).st_size, found.st_mtime_ns]
+    """Where the generation is that a file had when it was last fetched or pushed."""
+    return root() / ".generations" / path.absolute().relative_to(root())
 
 
 def _write(file: Path, content: bytes) -> None:
@@ -344,13 +299,3 @@ def _write(file: Path, content: bytes) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished.write_bytes(content)
     unfinished.replace(file)
-
-
-@contextlib.contextmanager
-def _reporting(path: Path) -> Iterator[None]:
-    """Failures of TensorStore, which are all `ValueError`s, as `OSError`."""
-    try:
-        yield
-    except ValueError as error:
-        reason = str(error).splitlines()[0][:300]
-        raise OSError(errno.EIO, f"{reason}; {_REMEDY}", shown(path)) from error

@@ -52,4 +52,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, in_bucket=("run_dir", "output"))
+    cli.run(main)

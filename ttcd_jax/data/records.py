@@ -195,9 +195,8 @@ def prepare_records(
     """
     if config.path is not None:
         build_tokenizer(config)  # an error names the user's file, not the copy
-        config = config.replace(
-            path=str(shutil.copyfile(storage.copy_of(config.path), folder / TOKENIZER))
-        )
+        file = storage.copy_of(config.path)
+        config = config.replace(path=str(shutil.copyfile(file, folder / TOKENIZER)))
     tokenizer = build_tokenizer(config)
     metadata = {
         "tokenizer": "byte" if config.path is None else sha256(Path(config.path)),

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from ttcd_jax import storage, units
 from ttcd_jax.allocation import host_bytes
-from ttcd_jax.config import IN_BUCKET, Config, NonNegative
+from ttcd_jax.config import Config, NonNegative, Place
 from ttcd_jax.errors import DataError, ResourceError, UserError
 from ttcd_jax.files import read_json
 
@@ -48,7 +48,7 @@ class TokenizerConfig(Config):
     of documents always do."""
 
     kind: Literal["byte", "json"] = "byte"
-    path: Annotated[str | None, IN_BUCKET] = None
+    path: Place = None
     bos_id: NonNegative | None = None
     eos_id: NonNegative | None = None
     stop_ids: tuple[NonNegative, ...] = ()

@@ -5,15 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from ttcd_jax.config import (
-    IN_BUCKET,
-    Bound,
-    Config,
-    NonNegative,
-    Positive,
-    PositiveFloat,
-    closest,
-)
+from ttcd_jax.config import Bound, Config, NonNegative, Place, Positive, PositiveFloat, closest
 from ttcd_jax.data.sources import DataConfig
 from ttcd_jax.errors import UserError, listed
 from ttcd_jax.measure.task import Task
@@ -95,7 +87,7 @@ class RunConfig(Config):
     evaluations: tuple[Task, ...] = (Perplexity(),)
     max_skipped_steps: NonNegative = 0
     spike_factor: SpikeFactor | None = None
-    start_from: Annotated[str | None, IN_BUCKET] = None
+    start_from: Place = None
     start_drops: tuple[str, ...] = ()
     memory_warmup: NonNegative = 0
     trackers: tuple[str, ...] = ()

@@ -19,10 +19,9 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-from absl import logging
 from ttcd_kernels import measure
 
 from ttcd_jax import storage
@@ -42,8 +41,6 @@ from ttcd_jax.train.checkpoint import Checkpoints, complete_steps, fetch_steps
 from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, with_params
 
 METRICS = "metrics.jsonl"
-LOCK = "lock"
-OWN = ("checkpoints", LOCK)  # what `storage.push` leaves to others
 TOKENIZER = "tokenizer.json"
 IMPORTED = "imported"  # the data type of an imported run
 IMPORT = "import.json"
@@ -72,27 +69,19 @@ class RunDirectory:
                 "set LC_ALL=C.UTF-8"
             ) from error
         self.checkpoints = self.path / "checkpoints"
-        self.fetch()
+        with contextlib.suppress(BlockingIOError):  # a run on this machine keeps its copy
+            self.fetch()
 
-    def fetch(self) -> None:
+    def fetch(self, *, is_locked: bool = False) -> None:
         """Brings the copy of a directory in a bucket up to date, its checkpoints as far as their
-        digests, unless a process on this machine is training there."""
-        if storage.address(self.path) is None:
-            return
-        with contextlib.suppress(BlockingIOError):
-            with self._locked():
-                pass
-            self._fetch()
-
-    def _fetch(self) -> None:
-        storage.fetch(self.path, lambda name: name != LOCK and not name.startswith("checkpoints/"))
-        fetch_steps(self.checkpoints)
-
-    def _push(self) -> None:
-        try:
-            storage.push(self.path, OWN)
-        except OSError as error:
-            logging.warning("%s: not all is there: %s", error.filename, error.strerror)
+        digests. Raises `BlockingIOError` where another process has locked the copy."""
+        if storage.address(self.path) is not None:
+            for file in () if is_locked else self.path.glob("lock"):
+                with file.open() as handle:
+                    lock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            own = ("lock", "checkpoints")
+            storage.fetch(self.path, lambda name: name.partition("/")[0] not in own)
+            fetch_steps(self.checkpoints)
 
     @property
     def is_claimed(self) -> bool:
@@ -166,7 +155,7 @@ class RunDirectory:
         """Raises `UserError` for a folder that is not empty and holds no run."""
         unfinished = tuple(f".{name}." for name in (*_CLAIM, METRICS))
         found = os.listdir(self.path) if self.path.is_dir() else ()
-        names = {name for name in found if name != LOCK and not name.startswith(unfinished)}
+        names = {name for name in found if name != "lock" and not name.startswith(unfinished)}
         if names != set(_CLAIM[: len(names)]) and not self.is_claimed:
             raise UserError(
                 f"{self.path} is not empty and holds no run (no config.json): choose another "
@@ -208,34 +197,14 @@ class RunDirectory:
     @contextlib.contextmanager
     def lock(self, *, waits: bool = False) -> Iterator[None]:
         """Locks the directory; while another process holds it, waits or raises `UserError`."""
-        with contextlib.ExitStack() as stack:
-            try:
-                handle = stack.enter_context(self._locked(waits=waits))
-                stack.enter_context(storage.lease(self.path))
-                handle.truncate(0)
-                handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-                handle.flush()
-            except BlockingIOError as error:
-                raise UserError(
-                    f"{self.path} is in use by {error.strerror}: wait for it, or "
-                    "choose another --run_dir"
-                ) from error
-            if storage.address(self.path) is not None:
-                self._fetch()
-                stack.callback(self._push)
-            yield
-
-    @contextlib.contextmanager
-    def _locked(self, *, waits: bool = False) -> Iterator[IO[str]]:
-        """The file whose lock this process has; `BlockingIOError` names another that has it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-            handle = os.fdopen(os.open(self.path / LOCK, flags, 0o666), "a+", encoding="utf-8")
+            handle = os.fdopen(os.open(self.path / "lock", flags, 0o666), "a+", encoding="utf-8")
         except OSError as error:
             raise UserError(
-                f"{self.path} cannot be a run directory ({error.strerror}): choose "
-                "another --run_dir"
+                f"{self.path} cannot be a run directory ({error.strerror}): choose another "
+                "--run_dir"
             ) from error
         with handle:
             try:
@@ -243,8 +212,15 @@ class RunDirectory:
             except BlockingIOError as error:
                 handle.seek(0)
                 owner = handle.read().strip() or "another process"  # that has not written its name
-                raise BlockingIOError(error.errno, owner) from error
-            yield handle
+                raise UserError(
+                    f"{self.path} is in use by {owner}: wait for it, or choose another --run_dir"
+                ) from error
+            handle.truncate(0)
+            handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            handle.flush()
+            with storage.lease(self.path):
+                self.fetch(is_locked=True)
+                yield
 
     def _read(self, name: str) -> dict[str, Any]:
         if not (self.path / name).is_file():

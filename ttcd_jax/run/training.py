@@ -93,7 +93,8 @@ def train_run(
                 _check_kept(directory)
                 directory.claim(config.to_dict(), source, manifest, changes=changes)
             agree("claim", {}, watchdog.save_seconds)
-            directory.fetch()
+            with contextlib.suppress(BlockingIOError):  # its copy is that of the first process
+                directory.fetch()
             seen = {path.name: sha256(path) for path in directory.path.glob("*.json")}
             agree("run directory", seen, watchdog.save_seconds)
             calls = on_metrics, trackers

@@ -112,11 +112,12 @@ def complete_steps(directory: Path) -> list[int]:
 
 
 def fetch_steps(directory: Path) -> None:
-    """Makes the steps in the copy of a folder in a bucket those that are sealed there: of each the
-    digest. What an interrupted upload left of a step is not seen, or removed by the next one."""
-    storage.fetch(directory, lambda name: PurePath(name).match(f"*/{digest.DIGEST}"))
+    """Makes the steps in the copy of a folder in a bucket those that are sealed there: the digest
+    of each. What a killed writer left of a step is not seen, and removed by the next one."""
+    sealed = {x for x in storage.names(directory) if PurePath(x).match(f"*/{digest.DIGEST}")}
+    storage.fetch(directory, sealed.__contains__)
     for step in complete_steps(directory):
-        if not storage.is_pushed(directory / str(step) / digest.DIGEST):
+        if f"{step}/{digest.DIGEST}" not in sealed:
             shutil.rmtree(directory / str(step))
 
 
@@ -170,6 +171,13 @@ class Checkpoints:
                     f"{self._directory} cannot hold checkpoints: {error.strerror}; choose another "
                     "run directory"
                 ) from error
+            if jax.process_count() > 1 and storage.address(self._directory) is not None:
+                inode = np.array(self._directory.stat().st_ino % 2**31)
+                if len({*multihost_utils.process_allgather(inode).tolist()}) > 1:
+                    raise UserError(
+                        "the processes of a job write a checkpoint into one folder before it goes "
+                        "to a bucket: set TTCD_JAX_BUCKETS to one that all of them see"
+                    )
         _silence_orbax()
         self._manager = ocp.CheckpointManager(
             self._directory,
@@ -306,20 +314,13 @@ class Checkpoints:
         self._manager.wait_until_finished()
         if jax.process_index() == 0:
             self._manager.item_metadata(step)  # opens every array
-            if storage.address(self._directory) is not None:
-                storage.check_lease(self._directory.parent)
-                storage.push(self._step_dir(step))
-                storage.push(self._directory.parent, (self._directory.name, "lock"))
+            storage.push_held(self._directory.parent)
+            storage.push(self._step_dir(step))
             digest.seal(self._step_dir(step))  # which a bucket gets last
-            self._remove_deleted()
-
-    def _remove_deleted(self) -> None:
-        """Removes from a bucket the steps that the copy does not have any more."""
-        if storage.address(self._directory) is not None:
-            for step in {PurePath(x).parts[0] for x in storage.names(self._directory)}:
-                if not (self._directory / step).is_dir():
-                    storage.remove(self._directory / step / digest.DIGEST)
-                    storage.remove(self._directory / step)
+            if storage.address(self._directory) is not None:
+                for old in {name.split("/")[0] for name in storage.names(self._directory)}:
+                    if not (self._directory / old).is_dir():
+                        storage.remove(self._directory / old)
 
     def _check_directory(self, step: int, need: int) -> None:
         where, steps = self._directory, self.steps()
@@ -366,8 +367,7 @@ class Checkpoints:
                     f"{full} (it needs about {units.size(need)}, {self._directory} has "
                     f"{units.size(free)}{files} free), so make room or keep fewer steps"
                 )
-            marks = {x: self._step_dir(x) / digest.DIGEST for x in self.steps()}
-            sealed = [good for good, mark in marks.items() if storage.is_pushed(mark)]
+            sealed = [good for good in self.steps() if digest.is_sealed(self._step_dir(good))]
             raise kind(
                 f"checkpoint step {step} was not saved: {reason}; "
                 f"last good step: {sealed[-1] if sealed else 'none'}"

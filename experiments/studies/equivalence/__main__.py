@@ -61,4 +61,4 @@ def _options(arguments: list[str]) -> type[Config]:
 
 
 if __name__ == "__main__":
-    cli.run(main, None, _options, in_bucket=("run_dir",))
+    cli.run(main, None, _options)
