@@ -3,7 +3,7 @@ run.
 
     python -m experiments.launch --gin=quickstart.gin [--param='RunConfig.steps=20' ...]
                                  [--run_dir=DIR] [--change=RunConfig.steps ...]
-                                 [--dry_run [--topology=h100x64]]
+                                 [--dry_run | --rehearse [--topology=h100x64]]
                                  [--distributed=slurm] [--hang_seconds=60]
                                  [--profile=START:STOP] [--compile_cache=DIR]
 
@@ -14,10 +14,12 @@ lost, or hangs, the others exit with status 7.
 """
 
 import gc
+import os
 import shlex
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -34,7 +36,14 @@ flags.DEFINE_multi_string(
     "change", [], "A field, as Class.field, that may differ from the run that is resumed."
 )
 flags.DEFINE_bool("dry_run", False, "Print parameters, bytes and FLOPs; write nothing.")
-flags.DEFINE_string("topology", None, "Devices of --dry_run, as in h100x64; default: those here.")
+flags.DEFINE_bool(
+    "rehearse",
+    False,
+    "Try data, tokenizer, step, memory and the run directory, print what failed; leave nothing.",
+)
+flags.DEFINE_string(
+    "topology", None, "Devices of --dry_run or --rehearse, as in h100x64; default: those here."
+)
 flags.DEFINE_float(
     "hang_seconds",
     60.0,
@@ -56,15 +65,18 @@ RESUME_ME = 75  # EX_TEMPFAIL
 def main(argv: list[str]) -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # outside of training they ask for nothing
         signal.signal(number, signal.SIG_IGN)
-    if FLAGS.topology is not None and not FLAGS.dry_run:
-        raise UserError("--topology describes the devices of a plan: it goes with --dry_run")
+    is_planned = FLAGS.dry_run or FLAGS.rehearse
+    if FLAGS.topology is not None and not is_planned:
+        raise UserError(
+            "--topology describes the devices of a plan: it goes with --dry_run or --rehearse"
+        )
     from ttcd_jax.run.bindings import find_gin_file, read_file, read_params
 
     # Their mistakes are reported before anything slow is imported.
     gin_file = find_gin_file(FLAGS.gin, cli.CONFIG_DIR)
     read_file(gin_file, cli.CONFIG_DIR)
     read_params(FLAGS.param, cli.CONFIG_DIR)
-    if FLAGS.dry_run:
+    if is_planned:
         print(f"planning {gin_file.name}: importing JAX", file=sys.stderr, flush=True)
     gc.disable()  # a fifth of the time of imports and of tracing
     with terminal.phase("importing"):
@@ -79,19 +91,18 @@ def main(argv: list[str]) -> None:
     gc.enable()
 
     cli.keep_programs(FLAGS.compile_cache)
-    run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / Path(FLAGS.gin).stem)
+    path, unreachable = FLAGS.run_dir or Path("runs") / Path(FLAGS.gin).stem, None
+    try:
+        run_dir = RunDirectory(path)
+    except OSError as error:  # of a bucket
+        if not FLAGS.rehearse:
+            raise
+        run_dir, unreachable = RunDirectory(os.devnull), error
     run_dir.check_imports()  # or a class would be unknown
     options = {"config_dir": cli.CONFIG_DIR, "inherit": inherited_model(run_dir)}
     config = load_config(RunConfig, FLAGS.gin, FLAGS.param, **options)
-    if FLAGS.dry_run:
-        from experiments import plan
-
-        target = None if FLAGS.topology is None else plan.use_topology(FLAGS.topology)
-        try:
-            training.check(config, run_dir)
-        except DataError as error:  # a plan needs shapes alone
-            print(f"not checked against its files: {error}", file=sys.stderr)
-        plan.print_plan(config, target)
+    if is_planned:
+        _plan(config, run_dir, unreachable)
         return
     window = step_window(FLAGS.profile, config.steps) if FLAGS.profile else range(0)
     cli.connect(FLAGS.hang_seconds)
@@ -107,6 +118,23 @@ def main(argv: list[str]) -> None:
             f"command to go on: {command}"
         )
         sys.exit(RESUME_ME)
+
+
+def _plan(config: Any, run_dir: Any, unreachable: OSError | None) -> None:
+    """The run's dry run or rehearsal."""
+    from experiments import plan
+    from experiments.rehearsal import Rehearsal
+    from ttcd_jax.run import training
+
+    target = None if FLAGS.topology is None else plan.use_topology(FLAGS.topology)
+    if FLAGS.rehearse:
+        Rehearsal(config, run_dir, target, unreachable).run()
+        return
+    try:
+        training.check(config, run_dir)
+    except DataError as error:  # a plan needs shapes alone
+        print(f"not checked against its files: {error}", file=sys.stderr)
+    plan.print_plan(config, target)
 
 
 if __name__ == "__main__":

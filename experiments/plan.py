@@ -18,7 +18,7 @@ from ttcd_kernels import verified
 import ttcd_jax
 from ttcd_jax.allocation import RESERVE_BYTES, SHARE, memory_share
 from ttcd_jax.errors import UserError
-from ttcd_jax.files import user_cache, write_json
+from ttcd_jax.files import write_json
 from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.run.build import Program, shard_bytes
 from ttcd_jax.run.config import RunConfig
@@ -26,6 +26,7 @@ from ttcd_jax.run.described import compiled_step, described_devices, missing_com
 from ttcd_jax.run.layout import laid_out, run_mesh
 from ttcd_jax.sharding.collectives import Collective, collectives
 from ttcd_jax.sharding.mesh import num_nodes
+from ttcd_jax.storage import user_cache
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import (
     DEVICES_PER_NODE,
@@ -40,6 +41,10 @@ from ttcd_jax.train.state import num_params
 from ttcd_jax.units import size as size_text
 
 PEAK_SHARE = 0.4  # of the data sheet's peak FLOP/s, for the time of the FLOPs
+REMEDIES = (
+    "raise RunConfig.accumulation_steps, set TransformerConfig.remat='block', or take more devices "
+    "or shorter rows"
+)
 LINK_SHARE = 0.8  # of the data sheet's bytes/s, for the time of the collectives
 
 
@@ -220,11 +225,7 @@ def flops_of(config: RunConfig) -> float:
 
 def _fit(total: int, room: float, origin: str) -> dict[str, str]:
     """Whether a step of `total` bytes fits into the `room` of a device."""
-    remedies = (
-        f"DOES NOT FIT: {_per_device(total)}, there is {size_text(room)}: raise "
-        "RunConfig.accumulation_steps, set TransformerConfig.remat='block', or take more devices "
-        "or shorter rows"
-    )
+    remedies = f"DOES NOT FIT: {_per_device(total)}, there is {size_text(room)}: {REMEDIES}"
     reserve = f"less {size_text(RESERVE_BYTES)} for programs and gaps"
     return {
         "memory: there is": f"{_per_device(room)}: {origin}, {reserve}",

@@ -119,7 +119,7 @@ def test_every_example_is_run():
 @pytest.mark.timeout(600)
 def test_the_way_from_raw_text_to_a_pod(place):
     lines = commands.lines_of("pods.md")
-    assert len(lines) == 6
+    assert len(lines) == 7
     for line in lines:
         result = _run(line, place)
         expected = 75 if line.startswith("sbatch") else 0
@@ -128,6 +128,9 @@ def test_the_way_from_raw_text_to_a_pod(place):
             assert "data 8 x fsdp 4 x seq 2 x tensor 1" in result.stdout
             for name in ("memory: gradients", "decoding state", "fits", "FLOPs at 40% of peak"):
                 assert f"\n{name}" in result.stdout
+        if "--rehearse" in line:
+            assert [x.split()[0] for x in result.stdout.splitlines()] == ["ok"] * 6
+            assert not (place / "runs").exists()
         if "--nodes=4" in line:
             assert re.search(r"resumed at step [1-9]", result.stdout)
     steps = [record["step"] for record in read_metrics(place / "runs/pod/metrics.jsonl")]

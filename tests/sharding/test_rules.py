@@ -81,7 +81,7 @@ def _mesh(*sizes, types=(AxisType.Auto,) * 4):
 
 
 def test_names_become_mesh_axes_by_a_table_that_knows_every_logical_axis_and_no_other():
-    assert rules.RULES.keys() == {*LOGICAL_AXES, "batch", "length"}
+    assert rules.RULES.keys() == {*LOGICAL_AXES, "batch", "length", "copies"}
     mesh = _mesh(2, 2, 2, 2)
     assert rules.spec(("vocab", "embed"), mesh) == PartitionSpec("tensor", ("fsdp", "seq"))
     names = ("batch", "length", None)

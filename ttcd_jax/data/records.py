@@ -109,10 +109,11 @@ def sealed(manifest: Metadata) -> Metadata:
     return manifest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def open_records(folder: Path, split: Split) -> TokenRecords:
-    """The records of one split, memory-mapped; those in a bucket are downloaded first. Raises
-    `DataError` for an absent split or file, for a file of another size or digest (all are read for
-    it, by as many threads as there are cores), and for starts that do not fit."""
+def open_records(folder: Path, split: Split, num_shards: int | None = None) -> TokenRecords:
+    """The records of one split, or of its first shards, memory-mapped; those in a bucket are
+    downloaded first. Raises `DataError` for an absent split or file, for a file of another size or
+    digest (all are read for it, by as many threads as there are cores), and for starts that do not
+    fit."""
     manifest = read_manifest(folder)
     if split not in manifest["splits"]:
         raise EmptySplitError(
@@ -120,7 +121,8 @@ def open_records(folder: Path, split: Split) -> TokenRecords:
             "a folder with train/ and validation/"
         )
     entry, files = manifest["splits"][split], manifest["files"]
-    sizes = {folder / x: files[x]["num_bytes"] for x in (*entry["shards"], entry["starts"])}
+    names = *entry["shards"][:num_shards], entry["starts"]
+    sizes = {folder / x: files[x]["num_bytes"] for x in names}
     storage.fetch(folder, lambda name: folder / name in sizes)
     digests = [files[path.name]["sha256"] for path in sizes]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -130,6 +132,8 @@ def open_records(folder: Path, split: Split) -> TokenRecords:
     shards = [mapped(path, dtype) for path in paths]
     starts = np.fromfile(last, "<i8")  # no count of tokens reaches 2^63
     ends = np.cumsum([0, *(shard.size for shard in shards)])
+    if num_shards is not None:
+        starts = starts[starts <= ends[-1]]
     is_sound = (starts[0], starts[-1]) == (0, ends[-1]) and np.all(starts[:-1] < starts[1:])
     if not is_sound or not np.isin(ends, starts).all():
         raise DataError(f"{last} does not fit its shards; {AGAIN}")

@@ -19,7 +19,14 @@ from ttcd_jax.nn.block import Block, BlockConfig, Configured, MemoryStats, Repor
 from ttcd_jax.nn.linear import normal_param, rms_norm
 from ttcd_jax.nn.product import PRODUCT
 from ttcd_jax.nn.row import Control, Hidden, Row, check_array
-from ttcd_jax.sharding.rules import constrain, gathered, is_distributed, never_saves_gathered
+from ttcd_jax.sharding.rules import (
+    constrain,
+    copied,
+    gathered,
+    is_distributed,
+    never_saves_gathered,
+    take_copy,
+)
 from ttcd_jax.sharding.vocabulary import lookup
 from ttcd_jax.tokens import check_tokens
 
@@ -119,10 +126,24 @@ class Transformer(Configured):
         """The output of the head on the hidden states of `forward`."""
         return jnp.einsum("BTD,VD->BTV", hidden, self.head_weight().astype(hidden.dtype))
 
-    def head_weight(self) -> Float[Array, "V D"]:
+    def head_weight(self) -> Any:
+        """The table [V, D] of the head; after `take_copies`, the copies of all devices."""
         return self._gathered(self.embedding if self.config.has_tied_head else self.head)
 
-    def _gathered(self, weight: nnx.Param) -> jax.Array:
+    def copies(self) -> dict[str, jax.Array]:
+        """What the devices exchange of the embedding and of a head of its own, by name; empty
+        without a mesh."""
+        names = ("embedding", *(() if self.config.has_tied_head else ("head",)))
+        dtype = self.config.precision.compute_dtype
+        return {name: copied(getattr(self, name), dtype) for name in names if is_distributed()}
+
+    def take_copies(self, copies: dict[str, jax.Array]) -> "Transformer":
+        """This model, which uses the `copies` of one with the same parameters."""
+        for name, copy in copies.items():
+            take_copy(getattr(self, name), copy)
+        return self
+
+    def _gathered(self, weight: nnx.Param) -> Any:
         return gathered(weight, self.config.precision.compute_dtype)
 
     def forward(
@@ -160,7 +181,7 @@ class Transformer(Configured):
     def _blocks(self, row: Row, tokens: jax.Array) -> tuple[jax.Array, Any]:
         """(residual stream after all blocks, the reports of the memories in layer order)."""
         dtype = self.config.precision.compute_dtype
-        h = lookup(self._gathered(self.embedding).astype(dtype), tokens)
+        h = lookup(self._gathered(self.embedding), tokens).astype(dtype)
         row, reports = row._replace(embeddings=h), []
         for index, run in enumerate(self.plan):
             h, run_reports = self._run(getattr(self, f"group_{index}"), run, h, row)

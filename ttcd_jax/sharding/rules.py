@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from ttcd_jax.axes import LOGICAL_AXES
 from ttcd_jax.errors import UserError
@@ -32,6 +33,7 @@ RULES: dict[str, tuple[str, ...]] = {
     # Activation axes. The model dimension of an activation is always whole: None.
     "batch": BATCH,
     "length": LENGTH,
+    "copies": (*BATCH, *LENGTH, "tensor"),
 }
 
 
@@ -122,25 +124,66 @@ def _is_names(node: Any) -> bool:
 GATHERED = "gathered"
 
 
-def gathered(weight: Any, dtype: DTypeLike) -> jax.Array:
+def gathered(weight: Any, dtype: DTypeLike) -> Any:
     """A parameter gathered along `embed` for computations, `rounded` to `dtype`.
 
     The devices along `fsdp` and `seq` hold shards of it and exchange them here, in that
-    dtype; its gradient, in the stored dtype, returns to the same shards. Without a mesh it is the
-    stored array itself. `weight`: a parameter with its metadata (`ttcd_jax.axes.param`).
+    dtype, unless `take_copy` gave it a copy; its gradient, in the stored dtype, returns to the same
+    shards. Without a mesh it is the stored array itself. `weight`: a parameter with its metadata
+    (`ttcd_jax.axes.param`).
     """
+    if (copy := weight.get_metadata("copy", None)) is not None:
+        return copy
     x = weight[...]
     if not is_distributed():
         return x
     names = weight.get_metadata("axes")[-x.ndim :]
-    whole = tuple(None if name == "embed" else name for name in names)
 
     def exchange(x: jax.Array) -> jax.Array:
-        return checkpoint_name(constrain(x, *whole), GATHERED)
+        return checkpoint_name(constrain(x, *_of_copy(names)), GATHERED)
 
     gather = jax.custom_vjp(exchange)
     gather.defvjp(lambda x: (exchange(x), None), lambda _, dx: (constrain(dx, *names),))
     return gather(rounded(x, weight, dtype)).astype(x.dtype)
+
+
+def copied(weight: Any, dtype: DTypeLike) -> jax.Array:
+    """A parameter gathered and `rounded`, without a gradient: for `take_copy`, many times."""
+    x = constrain(rounded(weight[...], weight, dtype), *_of_copy(weight.get_metadata("axes")))
+    # Else XLA would exchange what is stored: it may keep digits that a program rounds off.
+    return jax.lax.optimization_barrier(jax.lax.stop_gradient(x))
+
+
+class Copies(NamedTuple):
+    """A table [V, D] of which every device has a copy, its part along `tensor`: those of all, one
+    after the other."""
+
+    stacked: Float[Array, "X D"]
+
+
+def table_axes(table: jax.Array | Copies) -> tuple[jax.Array, tuple[str, ...]]:
+    """(array, its logical axes) of a table for `sharded`."""
+    return (table.stacked, ("copies",)) if isinstance(table, Copies) else (table, ("vocab",))
+
+
+def take_copy(weight: Any, copy: jax.Array) -> None:
+    """Lets `gathered` take the `copied` parameter wherever `weight` is used. The gradients of all
+    its uses are added on each device, in the stored dtype, and return to the shards at once."""
+
+    def returned(shard: Shard, dx: jax.Array) -> jax.Array:
+        along = tuple(axis for axis in RULES["embed"] if axis in shard.axes)
+        dx = jax.lax.psum_scatter(dx, along, scatter_dimension=1, tiled=True)
+        return shard.sum(dx, "data")
+
+    stack = sharded(lambda _, x: x, (("vocab",),), ("copies",))
+    add = sharded(returned, (("copies",),), weight.get_metadata("axes"))
+    take = jax.custom_vjp(lambda x, copy: stack(copy).astype(x.dtype))
+    take.defvjp(lambda *xs: (take(*xs), None), lambda _, dx: (add(dx), None))
+    weight.set_metadata(copy=Copies(take(weight[...], copy)))
+
+
+def _of_copy(names: Names) -> Names:
+    return [None if name == "embed" else name for name in names]
 
 
 def rounded(x: jax.Array, weight: Any, dtype: DTypeLike) -> jax.Array:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ttcd_jax.sharding.rules import Shard, sharded
+from ttcd_jax.sharding.rules import Copies, Shard, sharded, table_axes
 
 TENSOR = "tensor"
 
@@ -19,16 +19,16 @@ def own_entries(
     return jnp.where(is_own, row, 0), is_own
 
 
-def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+def lookup(table: Float[Array, "V D"] | Copies, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Rows of the table, NaN for a token outside of it: a compiled program cannot refuse."""
 
     def on_shard(shard: Shard, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        if shard.size(TENSOR) == 1:
-            return table[tokens]
-        row, is_own = own_entries(shard, tokens, table.shape[0])
-        return shard.sum(jnp.where(is_own[..., None], table[row], 0), TENSOR)
+        row, is_own = own_entries(shard, tokens, len(table))
+        found = table[tokens if shard.size(TENSOR) == 1 else row]
+        if shard.size(TENSOR) > 1:
+            found = shard.sum(jnp.where(is_own[..., None], found, 0), TENSOR)
+        is_known = (tokens >= 0) & (tokens < len(table) * shard.size(TENSOR))
+        return jnp.where(is_known[..., None], found, jnp.nan)
 
-    rows = ("batch", "length")
-    found = sharded(on_shard, (("vocab",), rows), rows)(table, tokens)
-    is_known = (tokens >= 0) & (tokens < len(table))
-    return jnp.where(is_known[..., None], found, jnp.nan)
+    rows, (array, axes) = ("batch", "length"), table_axes(table)
+    return sharded(on_shard, (axes, rows), rows)(array, tokens)

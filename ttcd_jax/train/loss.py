@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.chunks import to_chunks
 from ttcd_jax.sharding import rules
-from ttcd_jax.sharding.rules import Shard
+from ttcd_jax.sharding.rules import Copies, Shard
 from ttcd_jax.sharding.vocabulary import TENSOR, own_entries
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def token_scores(
 
 def summed_loss(
     hidden: Float[Array, "B T D"],
-    head: Float[Array, "V D"],
+    head: Float[Array, "V D"] | Copies,
     targets: Int[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
     rows: int = DEFAULT_ROWS,
@@ -52,8 +52,9 @@ def summed_loss(
         total = cast(jax.Array, _summed_loss(shard, rows, *arrays))
         return shard.sum(total, *rules.BATCH, *rules.LENGTH)
 
-    run = rules.sharded(on_shard, (_TOKENS, _HEAD, _TOKENS, _TOKENS), ())
-    return run(hidden, head, targets, loss_mask)
+    array, axes = rules.table_axes(head)
+    run = rules.sharded(on_shard, (_TOKENS, axes, _TOKENS, _TOKENS), ())
+    return run(hidden, array, targets, loss_mask)
 
 
 # The logical axes of the arguments.
@@ -65,6 +66,8 @@ Blocks = tuple[jax.Array, ...]  # [blocks, rows, ...] each; in a scan, one block
 def _token_scores(
     shard: Shard, hidden: jax.Array, head: jax.Array, targets: jax.Array, rows: int
 ) -> tuple[jax.Array, jax.Array]:
+    head = head.astype(hidden.dtype)  # before the loop
+
     def block(_: Any, operands: Blocks) -> tuple[Any, Blocks]:
         h, y = operands
         losses, logits, _ = _block_losses(shard, h, head, y)
@@ -88,7 +91,8 @@ def _summed_loss_forward(
     shard: Shard, rows: int, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """The loss and its gradients, both from one computation of each block's logits."""
-    state = jnp.promote_types(hidden.dtype, jnp.float32)
+    state, stored = jnp.promote_types(hidden.dtype, jnp.float32), head.dtype
+    head = head.astype(hidden.dtype)  # before the loop
 
     def block(carry: Blocks, operands: Blocks) -> tuple[Blocks, jax.Array]:
         total, d_head = carry
@@ -99,14 +103,14 @@ def _summed_loss_forward(
         d_logits = jnp.exp(logits - lse[:, None]) - chosen
         d_logits = jnp.where(keep[:, None], d_logits, 0).astype(h.dtype)
         d_head = d_head + jnp.einsum("XV,XD->VD", d_logits, h, preferred_element_type=state)
-        d_hidden = jnp.einsum("XV,VD->XD", d_logits, head.astype(h.dtype))
+        d_hidden = jnp.einsum("XV,VD->XD", d_logits, head)
         return (total + jnp.sum(jnp.where(keep, losses, 0)), d_head), d_hidden
 
     start = (jnp.zeros((), state), jnp.zeros(head.shape, state))
     blocks = _row_blocks(rows, hidden, targets, mask)
     (total, d_head), d_hidden = jax.lax.scan(block, start, blocks)
     d_hidden = d_hidden.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape)
-    return total, (d_hidden, d_head.astype(head.dtype))
+    return total, (d_hidden, d_head.astype(stored))
 
 
 def _summed_loss_backward(
@@ -134,7 +138,7 @@ def _block_losses(
     """(losses [X], logits [X, V] of this device's entries, log-sum-exp [X] over all entries) of
     one block of rows."""
     state = jnp.promote_types(h.dtype, jnp.float32)
-    logits = jnp.einsum("XD,VD->XV", h, head.astype(h.dtype), preferred_element_type=state)
+    logits = jnp.einsum("XD,VD->XV", h, head, preferred_element_type=state)
     lse = jax.nn.logsumexp(logits, axis=-1)
     row, is_own = own_entries(shard, y, len(head))
     chosen = jnp.where(is_own, jnp.take_along_axis(logits, row[:, None], axis=-1)[:, 0], 0)

@@ -1,5 +1,6 @@
 """One optimizer step as a pure function: (state, batch) -> (state, metrics)."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from ttcd_jax.train.state import Params, TrainState, logical_axes, with_params
 Batch = dict[str, Shaped[Array, "..."]]
 Metrics = dict[str, jax.typing.ArrayLike]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+Copies = dict[str, Float[Array, "V D"]]  # of parameters, exchanged once in a step
 # (parameters, step) -> the parameters of the step's loss
 Prepare = Callable[[Params, Int[Array, ""]], Params]
 # (parameters, batch, step) -> ((loss summed over the marked targets, other metrics), gradients)
@@ -51,8 +53,14 @@ def make_train_step(
     change the loss. `prepare` makes the parameters of the loss. The metrics have those that
     `measure` finds in the forward pass, the mean of the parts."""
 
-    def loss_sum(params: Params, batch: Batch, step: jax.Array) -> tuple[jax.Array, Metrics]:
-        model = with_params(config, prepare(params, step))
+    def copies(params: Params) -> Copies:
+        return with_params(config, params).copies()
+
+    def loss_sum(
+        params: Params, batch: Batch, step: jax.Array, of_step: Copies | None = None
+    ) -> tuple[jax.Array, Metrics]:
+        of_step = copies(params) if of_step is None else of_step
+        model = with_params(config, prepare(params, step)).take_copies(of_step)
         segment_ids = batch.get("segment_ids")
         hidden, stats = model.forward(batch["tokens"], segment_ids, batch["positions"])
         marked = batch["targets"], batch["loss_mask"]
@@ -61,7 +69,7 @@ def make_train_step(
 
     gradients = jax.value_and_grad(loss_sum, has_aux=True)
     if accumulation_steps > 1:
-        gradients = _accumulated(loss_sum, logical_axes(config), accumulation_steps)
+        gradients = _accumulated(loss_sum, copies, logical_axes(config), accumulation_steps)
     return step_with(gradients, optimizer, learning_rate, spike_factor)
 
 
@@ -119,9 +127,12 @@ def in_parts(batch: Batch, count: int) -> Batch:
     return jax.tree.map(split, batch)
 
 
-def _accumulated(loss_sum: Callable, axes: Params, count: int) -> Gradients:
+def _accumulated(
+    loss_sum: Callable, copies: Callable[[Params], Copies], axes: Params, count: int
+) -> Gradients:
     """Gradients of a batch in `count` parts, and their mean metrics. The backward of every part
-    adds to one copy of the gradients, layer by layer, sharded by the parameters' `axes`."""
+    adds to one copy of the gradients, layer by layer, sharded by the parameters' `axes`; all parts
+    take the `copies` of the step."""
 
     def gradients(
         params: Params, batch: Batch, step: jax.Array
@@ -130,8 +141,11 @@ def _accumulated(loss_sum: Callable, axes: Params, count: int) -> Gradients:
             lambda x, names: jax.new_ref(constrain(jnp.zeros_like(x), *names)), params, axes
         )
 
+        of_step = copies(params)
+
         def add_part(_: None, part: Batch) -> tuple[None, tuple[jax.Array, Metrics]]:
-            loss, pull, found = jax.vjp(lambda x: loss_sum(x, part, step), params, has_aux=True)
+            in_part = functools.partial(loss_sum, batch=part, step=step, of_step=of_step)
+            loss, pull, found = jax.vjp(in_part, params, has_aux=True)
             pull.with_refs(total)(jnp.ones_like(loss))
             return None, (loss, found)
 
