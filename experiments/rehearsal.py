@@ -76,10 +76,11 @@ class Rehearsal:
                 try:
                     result, text = "ok", part()
                 except _FAILURES as error:
-                    text = str(error).partition("\n")[0]
-                    is_known = text in map(str, failed.values())
-                    result = "not tried" if is_known else "FAILED"
-                    failed |= {} if is_known else {name: error}
+                    result, text = "FAILED", str(error).partition("\n")[0]
+                    if text in map(str, failed.values()):
+                        result, text = "not tried", "for the reason above"
+                    else:
+                        failed[name] = error
             print(f"{result:<9}  {name:<11} {time.monotonic() - begin:6.1f} s  {text}", flush=True)
         if failed:
             first = next(iter(failed.values()))
