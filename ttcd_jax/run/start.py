@@ -39,8 +39,9 @@ def inherited_model(run_dir: RunDirectory | None = None) -> Inherit:
         start_from = values.get("start_from")
         if field != "model" or not isinstance(start_from, str):
             return None
-        is_own = run_dir is not None and run_dir.is_claimed
-        return model_config(run_dir) if is_own else starting_model(start_from)
+        if run_dir is not None and run_dir.is_claimed:
+            return model_config(run_dir)
+        return starting_model(start_from)
 
     return inherit
 
