@@ -40,6 +40,7 @@ from ttcd_jax.registry import IMPORTED_MODULES
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import RunDirectory, load_run
+from ttcd_jax.run.start import inherited_model
 from ttcd_jax.train.checkpoint import complete_steps
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.units import printable
@@ -138,7 +139,8 @@ class StudyConfig(Config):
 
     def runs(self, params: Sequence[str] = ()) -> dict[str, Recipe]:
         """Every recipe under the bindings `params`, its controls after it, by name."""
-        load = functools.partial(load_config, RunConfig, config_dir=cli.CONFIG_DIR)
+        options = {"config_dir": cli.CONFIG_DIR, "inherit": inherited_model()}
+        load = functools.partial(load_config, RunConfig, **options)
         found = {}
         for variant in self._variants:
             name, file, own = _parts(variant)

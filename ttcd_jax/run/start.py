@@ -31,7 +31,7 @@ class StartPlan(NamedTuple):
         return [f"{kind}: {x}" for kind, names in kinds.items() for x in disk.by_layers(names)]
 
 
-def inherited_model(run_dir: RunDirectory) -> Inherit:
+def inherited_model(run_dir: RunDirectory | None = None) -> Inherit:
     """The model of a run whose recipe has none, for `load_config`: its own directory's once it has
     started, else the `starting_model` of `start_from`. Single bound fields override it."""
 
@@ -39,7 +39,9 @@ def inherited_model(run_dir: RunDirectory) -> Inherit:
         start_from = values.get("start_from")
         if field != "model" or not isinstance(start_from, str):
             return None
-        return model_config(run_dir) if run_dir.is_claimed else starting_model(start_from)
+        if run_dir is not None and run_dir.is_claimed:
+            return model_config(run_dir)
+        return starting_model(start_from)
 
     return inherit
 
