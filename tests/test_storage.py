@@ -186,7 +186,7 @@ def test_another_machine_reads_records_and_runs(store, tmp_path, monkeypatch, ca
     with files.whole_folder(storage.to_path("gs://bucket/records")) as folder:
         prepare_records(corpus, TokenizerConfig(), folder)
     data, run = RecordsConfig(paths="gs://bucket/records", seq_len=8), "gs://bucket/run"
-    model = config_of("ipttcd").replace(vocab_size=258)
+    model = config_of("swa").replace(vocab_size=258)
     config = run_config(model, steps=4, data=data, checkpoint_every=2)
     train_run(config, run)
     move(monkeypatch, tmp_path / "others")
