@@ -126,9 +126,10 @@ def _plan(config: Any, run_dir: Any, unreachable: OSError | None) -> None:
     from experiments.rehearsal import Rehearsal
     from ttcd_jax.run import training
 
+    cli.clean_up_on_sigterm()
     target = None if FLAGS.topology is None else plan.use_topology(FLAGS.topology)
     if FLAGS.rehearse:
-        Rehearsal(config, run_dir, target, unreachable).run()
+        Rehearsal(config, run_dir, target, FLAGS.change, unreachable).run()
         return
     try:
         training.check(config, run_dir)

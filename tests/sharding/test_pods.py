@@ -1,6 +1,7 @@
 """The steps of the flagship recipes, compiled for described pods: what they exchange, and when."""
 
 import collections
+import itertools
 import re
 
 import jax
@@ -8,7 +9,9 @@ import pytest
 from devices import elsewhere
 from small_models import recipe
 
-from ttcd_jax.run.described import compiled_step, described_program, missing_compiler
+from ttcd_jax.run.build import Program
+from ttcd_jax.run.described import compiled, described_devices, missing_compiler
+from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.sharding.collectives import collectives
 from ttcd_jax.train.hardware import DEVICES_PER_NODE, HARDWARE
 from ttcd_jax.train.state import abstract_params
@@ -28,8 +31,11 @@ def steps(cases):
     found = []
     for name, count, length in cases:
         config = recipe(name, *LAYERS, f"RecordsConfig.seq_len={length}")
-        program = described_program(config, HARDWARE["H100"], count)
-        text, sizes = compiled_step(program).as_text(), dict(program.mesh.shape)
+        h100 = HARDWARE["H100"]
+        mesh = run_mesh(config, described_devices(h100, count), h100)
+        with jax.set_mesh(mesh):
+            text = compiled(Program(config, mesh).step(), mesh).as_text()
+        sizes = dict(mesh.shape)
         sent = collectives(text, sizes, min(count, DEVICES_PER_NODE))
         shapes = [x.shape for x in jax.tree.leaves(abstract_params(config.model))]
         found.append((shapes, sizes, sent))
@@ -60,7 +66,7 @@ def _check(name, count, length, shapes, sizes, sent):
     ]
     parts = recipe(name).batch_size // (sizes["data"] * sizes["fsdp"])
     own = dim // (sizes["fsdp"] * sizes["seq"])
-    returned = {(x.kind, x.array): x.times for x in sent if vocab in sum(_arrays(x), [])}
+    returned = {(x.kind, x.array): x.times for x in sent if vocab in itertools.chain(*_arrays(x))}
     del returned["all-gather", f"bf16[{vocab},{dim}]"]
     expected = {("reduce-scatter", f"f32[{vocab},{own}]"): parts}
     expected |= {("all-reduce", f"f32[{vocab},{own}]"): parts} if sizes["data"] > 1 else {}
