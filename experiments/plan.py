@@ -41,10 +41,6 @@ from ttcd_jax.train.state import num_params
 from ttcd_jax.units import size as size_text
 
 PEAK_SHARE = 0.4  # of the data sheet's peak FLOP/s, for the time of the FLOPs
-REMEDIES = (
-    "raise RunConfig.accumulation_steps, set TransformerConfig.remat='block', or take more devices "
-    "or shorter rows"
-)
 LINK_SHARE = 0.8  # of the data sheet's bytes/s, for the time of the collectives
 
 
@@ -114,15 +110,15 @@ def _planned(config: RunConfig, mesh: Mesh, target: Target | None) -> Plan:
     if file.exists():
         used, sent, origin = json.loads(file.read_bytes())
         return Plan(used, sent if isinstance(sent, str) else [Collective(*x) for x in sent], origin)
-    device = mesh.devices.flat[0]
+    device, reason = mesh.devices.flat[0], missing_compiler()
     where = f"{mesh.size} {device.device_kind or device.platform} devices"
     origin = f"as compiled for {where}"
-    if target is not None and device.platform == "cpu":
-        origin = f"by a CPU's program, up to twice as much ({missing_compiler()})"
-    elif target is not None:
+    if target is not None:
         where = f"{mesh.size} described {target.hardware.name}s"
         origin = f"by the program of {where}, attention in XLA"
-    print(f"compiling the step for {where}, once: a minute or more", file=sys.stderr, flush=True)
+        if reason is not None:
+            origin = f"by a CPU's program, up to twice as much ({reason})"
+    print(f"compiling the step for {where}, once: seconds to minutes", file=sys.stderr, flush=True)
     used, made = make_plan(program, step)
     per_node = min(mesh.size, DEVICES_PER_NODE)
     if target is None:
@@ -230,8 +226,13 @@ def room(target: Target | None) -> tuple[float, str]:
 
 def misfit(total: float, there: float) -> str | None:
     """Why a step of `total` bytes does not fit into a device, and the remedies; None if it fits."""
-    problem = f"DOES NOT FIT: {_per_device(total)}, there is {size_text(there)}: {REMEDIES}"
-    return None if total <= there else problem
+    if total <= there:
+        return None
+    return (
+        f"DOES NOT FIT: {_per_device(total)}, there is {size_text(there)}: raise RunConfig."
+        "accumulation_steps, set TransformerConfig.remat='block', or take more devices or shorter "
+        "rows"
+    )
 
 
 def flops_of(config: RunConfig) -> float:
