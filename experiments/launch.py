@@ -41,6 +41,7 @@ flags.DEFINE_bool(
     False,
     "Try data, tokenizer, step, memory and the run directory, print what failed; leave nothing.",
 )
+flags.mark_bool_flags_as_mutual_exclusive(["dry_run", "rehearse"])
 flags.DEFINE_string(
     "topology", None, "Devices of --dry_run or --rehearse, as in h100x64; default: those here."
 )

@@ -170,4 +170,7 @@ def test_the_command_tries_what_it_can(tmp_path):
     assert re.search("^FAILED +data .*none", result.stdout, re.MULTILINE)
     for part in ("step", "memory", "run_dir"):
         assert re.search(f"^ok +{part} ", result.stdout, re.MULTILINE), result.stdout
+    both = commands.run("launch", *line, "--dry_run", "--rehearse")
+    assert both.returncode == UserError.exit_code
+    assert "dry_run, rehearse" in both.stderr
     assert list(tmp_path.iterdir()) == []
