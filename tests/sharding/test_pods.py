@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(missing_compiler() is not None, reason=str(missi
 LENGTH = 32_768
 # Two units, scanned, of a layer with a memory and one without: all kinds of layers there are.
 LAYERS = ("TransformerConfig.num_layers=4", "TransformerConfig.fast_layers=(0, 2)")
-# The share of the bytes that are sent while something is computed, at least, in these programs: a
-# unit's parameters are waited for once in a part of the 340M recipe on 8, and the gradients of
-# the layers' matrices among copies of the 760M recipe on 64.
+# The share of the bytes that are sent while something is computed, at least, in these programs:
+# the 340M recipe on 8 waits for a unit's parameters, the 760M recipe on 64 for the sums of the
+# gradients of the layers' matrices among its copies.
 BESIDE_WORK = {"all-gather": 0.82, "reduce-scatter": 0.99, "all-to-all": 0.99}
 BESIDE_WORK |= {"collective-permute": 0.85, "all-reduce": 0.65}
 
