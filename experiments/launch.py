@@ -41,6 +41,7 @@ flags.DEFINE_bool(
     False,
     "Try data, tokenizer, step, memory and the run directory, print what failed; leave nothing.",
 )
+flags.mark_bool_flags_as_mutual_exclusive(["dry_run", "rehearse"])
 flags.DEFINE_string(
     "topology", None, "Devices of --dry_run or --rehearse, as in h100x64; default: those here."
 )
@@ -126,9 +127,10 @@ def _plan(config: Any, run_dir: Any, unreachable: OSError | None) -> None:
     from experiments.rehearsal import Rehearsal
     from ttcd_jax.run import training
 
+    cli.clean_up_on_sigterm()
     target = None if FLAGS.topology is None else plan.use_topology(FLAGS.topology)
     if FLAGS.rehearse:
-        Rehearsal(config, run_dir, target, unreachable).run()
+        Rehearsal(config, run_dir, target, FLAGS.change, unreachable).run()
         return
     try:
         training.check(config, run_dir)

@@ -1,6 +1,7 @@
 """The dry run: the cost of a configuration before anything is allocated."""
 
 import collections
+import contextlib
 import hashlib
 import json
 import math
@@ -13,17 +14,16 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
-from ttcd_kernels import verified
 
-import ttcd_jax
 from ttcd_jax.allocation import RESERVE_BYTES, SHARE, memory_share
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_json
 from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.run.build import Program, shard_bytes
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.run.described import compiled_step, described_devices, missing_compiler
+from ttcd_jax.run.described import compiled, described_devices, missing_compiler
 from ttcd_jax.run.layout import laid_out, run_mesh
+from ttcd_jax.sharding import collectives as counter
 from ttcd_jax.sharding.collectives import Collective, collectives
 from ttcd_jax.sharding.mesh import num_nodes
 from ttcd_jax.storage import user_cache
@@ -41,30 +41,26 @@ from ttcd_jax.train.state import num_params
 from ttcd_jax.units import size as size_text
 
 PEAK_SHARE = 0.4  # of the data sheet's peak FLOP/s, for the time of the FLOPs
-REMEDIES = (
-    "raise RunConfig.accumulation_steps, set TransformerConfig.remat='block', or take more devices "
-    "or shorter rows"
-)
 LINK_SHARE = 0.8  # of the data sheet's bytes/s, for the time of the collectives
 
 
 class Target(NamedTuple):
     hardware: Hardware
     devices: Sequence[Any]  # described, or those of a CPU that stand for them
-    nodes: int
 
 
 class Plan(NamedTuple):
     used: dict[str, int]  # bytes of one device by what they hold
     sent: list[Collective] | str  # or the reason why they could not be counted
-    program: str  # that says so
+    origin: str  # the program that says so
 
 
 class Times(NamedTuple):
-    """Seconds of a step; from all that may be beside FLOPs there to one after the other."""
+    """Seconds of a step: `shortest` with all that may be beside FLOPs beside them, `longest` one
+    after the other."""
 
     flops: float
-    links: dict[tuple[str, str], tuple[float, float]]  # bytes and seconds
+    links: dict[tuple[str, str], tuple[float, float]]  # by axes and link: bytes and seconds
     beside_work: float
     shortest: float
     longest: float
@@ -75,71 +71,76 @@ def use_topology(topology: str) -> Target:
     process's CPU. Call it before the first array."""
     hardware, count = parse_topology(topology)
     jax.config.update("jax_platforms", "cpu")
-    nodes = max(count // DEVICES_PER_NODE, 1)
     if missing_compiler() is None:
-        return Target(hardware, described_devices(hardware, count), nodes)
+        return Target(hardware, described_devices(hardware, count))
     jax.config.update("jax_num_cpu_devices", count)
-    return Target(hardware, jax.devices(), nodes)
+    return Target(hardware, jax.devices())
 
 
-def make_plan(config: RunConfig, mesh: Mesh) -> tuple[dict[str, int], jax.stages.Compiled]:
-    """(bytes of a step on one device of `mesh` by what they hold, the compiled training step)."""
-    program = Program(config, mesh)
-    compiled = compiled_step(program)
+def make_plan(
+    program: Program, step: jax.stages.Lowered
+) -> tuple[dict[str, int], jax.stages.Compiled]:
+    """(bytes of a step on one device by what they hold, the compiled step)."""
+    made = compiled(step, program.mesh)
     params, optimizer = (shard_bytes(program.state[x]) for x in ("params", "opt_state"))
     # Gradients are as large as the parameters, and part of the temporary arrays.
-    sizes = compiled.memory_analysis()
+    sizes = made.memory_analysis()
     assert sizes is not None, "the compiler reports the bytes of its program"
     rest = max(sizes.temp_size_in_bytes + shard_bytes(program.batch) - params, 0)
     used = {"parameters": params, "gradients": params, "optimizer": optimizer}
-    return used | {"activations and all else": rest}, compiled
+    return used | {"activations and all else": rest}, made
 
 
 def plan_of(config: RunConfig, target: Target | None) -> tuple[RunConfig, Mesh, Plan]:
     """(`config` with its layout, its mesh, the plan) on devices of a target, or on those here.
     Raises `UserError` for a mesh that does not fit the devices or the batch."""
-    hardware, devices, nodes = target or (None, None, None)
-    mesh = run_mesh(config, devices, hardware=hardware, nodes=nodes)
+    mesh = run_mesh(config, target.devices, target.hardware) if target else run_mesh(config)
     # CPUs may stand for accelerators.
     config = laid_out(config, mesh if target is None else mesh.abstract_mesh)
     return config, mesh, _planned(config, mesh, target)
 
 
 def _planned(config: RunConfig, mesh: Mesh, target: Target | None) -> Plan:
-    """Read from the user's cache where this code has made it before, otherwise compiled, which is
-    said on standard error."""
-    file = user_cache() / "plans" / f"{_digest(config, mesh, target)}.json"
+    """Read from the user's cache where the same program has been planned before, otherwise
+    compiled, which is said on standard error."""
+    program = Program(config, mesh)
+    with jax.set_mesh(mesh):
+        step = program.step()
+    file = user_cache() / "plans" / f"{_digest(step, mesh, target)}.json"
     if file.exists():
-        used, sent, program = json.loads(file.read_bytes())
-        sent = sent if isinstance(sent, str) else [Collective(*x) for x in sent]
-        return Plan(used, sent, program)
-    device = mesh.devices.flat[0]
+        used, sent, origin = json.loads(file.read_bytes())
+        return Plan(used, sent if isinstance(sent, str) else [Collective(*x) for x in sent], origin)
+    device, reason = mesh.devices.flat[0], missing_compiler()
     where = f"{mesh.size} {device.device_kind or device.platform} devices"
-    program = f"as compiled for {where}"
-    if target is not None and device.platform == "cpu":
-        program = f"by a CPU's program, up to twice as much ({missing_compiler()})"
-    elif target is not None:
+    origin = f"as compiled for {where}"
+    if target is not None:
         where = f"{mesh.size} described {target.hardware.name}s"
-        program = f"by the program of {where}, attention in XLA"
-    print(f"compiling the step for {where}, once: a minute or more", file=sys.stderr, flush=True)
-    used, compiled = make_plan(config, mesh)
-    nodes = num_nodes([*mesh.devices.flat]) if target is None else target.nodes
+        origin = f"by the program of {where}, attention in XLA"
+        if reason is not None:
+            origin = f"by a CPU's program, up to twice as much ({reason})"
+    print(f"compiling the step for {where}, once: seconds to minutes", file=sys.stderr, flush=True)
+    used, made = make_plan(program, step)
+    per_node = min(mesh.size, DEVICES_PER_NODE)
+    if target is None:
+        per_node = mesh.size // num_nodes([*mesh.devices.flat])
     try:
-        sent = collectives(compiled.as_text() or "", mesh.shape, mesh.size // nodes)
+        sent = collectives(made.as_text() or "", mesh.shape, per_node)
     except ValueError as error:
         sent = str(error)
-    plan = Plan(used, sent, program)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, plan)
+    plan = Plan(used, sent, origin)
+    with contextlib.suppress(OSError):  # a cache that cannot be written
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, plan)
     return plan
 
 
-def _digest(config: RunConfig, mesh: Mesh, target: Target | None) -> str:
-    device, code = mesh.devices.flat[0], Path(ttcd_jax.__file__).parent
-    facts = [config.to_dict(), mesh.shape, device.platform, device.device_kind, jax.device_count()]
-    facts += [target and target[::2], verified.source(), verified.source(code), missing_compiler()]
-    facts += [metadata.version("jaxlib"), os.environ.get("XLA_FLAGS")]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+def _digest(step: jax.stages.Lowered, mesh: Mesh, target: Target | None) -> str:
+    """Of all that a plan follows from."""
+    device = mesh.devices.flat[0]
+    facts = [step.as_text(), str(target and target.hardware), device.platform, device.device_kind]
+    facts += [metadata.version("jaxlib"), os.environ.get("XLA_FLAGS", "")]
+    facts += [Path(file).read_text(encoding="utf-8") for file in (__file__, counter.__file__)]
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
 
 def times_of(flops: float, sent: Sequence[Collective], hardware: Hardware) -> Times:
@@ -150,9 +151,8 @@ def times_of(flops: float, sent: Sequence[Collective], hardware: Hardware) -> Ti
         shares = {"network": one.crossing, "NVLink": 1 - one.crossing}
         network, node = shares.values()
         slower = max(network / hardware.network_rate, node / hardware.node_rate)
-        tree = 2 * math.ceil(math.log2(one.devices))
-        rings = dict.fromkeys(("all-gather", "reduce-scatter"), one.devices - 1)
-        hops = (rings | {"all-reduce": tree}).get(one.kind, 1)
+        ring, tree = one.devices - 1, 2 * math.ceil(math.log2(one.devices))
+        hops = {"all-gather": ring, "reduce-scatter": ring, "all-reduce": tree}.get(one.kind, 1)
         hop = NETWORK_HOP * network + NODE_HOP * node
         seconds = left = one.times * (one.sent * slower / LINK_SHARE + hops * hop)
         beside += seconds * one.is_beside_work
@@ -170,9 +170,8 @@ def print_plan(config: RunConfig, target: Target | None) -> None:
     """Prints parameters, memory per device, FLOPs and, on accelerators, whether the step fits and,
     by data sheets, the time of its FLOPs and of what it sends. Compiles the real step. Raises
     `UserError` for a mesh that does not fit the devices or the batch."""
-    config, mesh, (used, sent, program) = plan_of(config, target)
+    config, mesh, (used, sent, of_program) = plan_of(config, target)
     total, length = sum(used.values()), config.data.seq_len
-    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     tokens, flops = config.batch_size * length, flops_of(config)
     lines = {
         "parameters": f"{num_params(config.model):,}",
@@ -183,17 +182,16 @@ def print_plan(config: RunConfig, target: Target | None) -> None:
         **{f"memory: {name}": _per_device(size) for name, size in used.items()},
         "memory: in all": _per_device(total),
         "decoding state": _decoding_state(config),
-        "layout": f"{axes}; parts {config.accumulation_steps}; remat {config.model.remat}",
+        "layout": f"{layout_of(config, mesh)}; remat {config.model.remat}",
     }
-    lines["memory: activations and all else"] += f", {program}"
-    hardware = target and target.hardware
-    if hardware is not None:
-        origin = f"{memory_share():.4g} ({SHARE}) of {size_text(hardware.memory_bytes)}"
-        lines |= _fit(total, room(hardware), origin)
-    elif (device := jax.devices()[0]).platform != "cpu":
-        hardware, whole = data_sheet(device.device_kind), device_bytes()
-        origin = f"XLA's {size_text(whole)} of {device.device_kind}"
-        lines |= _fit(total, whole - RESERVE_BYTES, origin)
+    lines["memory: activations and all else"] += f", {of_program}"
+    device = jax.devices()[0]
+    if target is not None or device.platform != "cpu":
+        there, origin = room(target)
+        reserve = f"less {size_text(RESERVE_BYTES)} for programs and gaps"
+        lines["memory: there is"] = f"{_per_device(there)}: {origin}, {reserve}"
+        lines["fits"] = misfit(total, there) or "yes"
+    hardware = target.hardware if target is not None else data_sheet(device.device_kind)
     if hardware is not None:
         lines |= _time(config, mesh.size, hardware, flops, sent)
     width = max(map(len, lines))
@@ -212,25 +210,35 @@ def _decoding_state(config: RunConfig) -> str:
     return f"per row: {kinds}, for {extent}"
 
 
-def room(hardware: Hardware) -> float:
-    """Bytes of a device that a step may take."""
-    return memory_share() * hardware.memory_bytes - RESERVE_BYTES
+def layout_of(config: RunConfig, mesh: Mesh) -> str:
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    return f"{axes}; parts {config.accumulation_steps}"
+
+
+def room(target: Target | None) -> tuple[float, str]:
+    """(bytes of a device that a step may take, what they are a part of)."""
+    if target is None:
+        kind, whole = jax.devices()[0].device_kind, device_bytes()
+        return whole - RESERVE_BYTES, f"XLA's {size_text(whole)} of {kind}"
+    share, whole = memory_share(), target.hardware.memory_bytes
+    return share * whole - RESERVE_BYTES, f"{share:.4g} ({SHARE}) of {size_text(whole)}"
+
+
+def misfit(total: float, there: float) -> str | None:
+    """Why a step of `total` bytes does not fit into a device, and the remedies; None if it fits."""
+    if total <= there:
+        return None
+    return (
+        f"DOES NOT FIT: {_per_device(total)}, there is {size_text(there)}: raise RunConfig."
+        "accumulation_steps, set TransformerConfig.remat='block', or take more devices or shorter "
+        "rows"
+    )
 
 
 def flops_of(config: RunConfig) -> float:
     """Training FLOPs of a step on all devices."""
     length = config.data.seq_len
     return config.batch_size * length * training_flops_per_token(config.model, length)
-
-
-def _fit(total: int, room: float, origin: str) -> dict[str, str]:
-    """Whether a step of `total` bytes fits into the `room` of a device."""
-    remedies = f"DOES NOT FIT: {_per_device(total)}, there is {size_text(room)}: {REMEDIES}"
-    reserve = f"less {size_text(RESERVE_BYTES)} for programs and gaps"
-    return {
-        "memory: there is": f"{_per_device(room)}: {origin}, {reserve}",
-        "fits": "yes" if total <= room else remedies,
-    }
 
 
 def _time(

@@ -8,7 +8,7 @@ The parts, each tried even if another one failed, unless it needs that one:
     evaluations  their rows are made from the validation split
     step         it is laid out and compiled
     memory       it fits the devices
-    run_dir      a tiny checkpoint is saved in the run directory, restored and removed
+    run_dir      it is that of this run; a tiny checkpoint is saved there, restored and removed
 """
 
 import contextlib
@@ -25,7 +25,6 @@ import numpy as np
 
 from experiments import plan
 from ttcd_jax import storage
-from ttcd_jax.allocation import RESERVE_BYTES
 from ttcd_jax.data import records
 from ttcd_jax.data.pipeline import Batches, RowSource
 from ttcd_jax.data.sources import MixtureConfig, RecordsConfig, TextConfig, corpus_rows
@@ -33,12 +32,11 @@ from ttcd_jax.data.tokenizer import build_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError, ResourceError, UserError
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.run import build
-from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import RunDirectory, open_checkpoints
 from ttcd_jax.run.start import plan_start
 from ttcd_jax.run.trackers import TRACKERS
 from ttcd_jax.train.checkpoint import Checkpoints, check_directory
-from ttcd_jax.train.hardware import device_bytes
 from ttcd_jax.train.state import abstract_model
 from ttcd_jax.units import size
 
@@ -49,12 +47,13 @@ _FAILURES = (UserError, OSError, jax.errors.JaxRuntimeError)
 
 @dataclasses.dataclass
 class Rehearsal:
-    """Of a run on the devices of `target`, or on those here. `unreachable`: why there is no
-    `run_dir` where the run has it."""
+    """Of a run on the devices of `target`, or on those here. `changes`: the fields that may differ
+    from those of the run in `run_dir`; `unreachable`: why there is none where the run has it."""
 
     config: RunConfig
     run_dir: RunDirectory
     target: plan.Target | None
+    changes: Sequence[str] = ()
     unreachable: OSError | None = None
 
     def run(self) -> None:
@@ -139,15 +138,13 @@ class Rehearsal:
     def step(self) -> str:
         config, mesh, (used, _, program) = plan.plan_of(self.config, self.target)
         self.needed = sum(used.values())
-        axes = " x ".join(f"{name} {devices}" for name, devices in mesh.shape.items())
-        return f"{axes}; parts {config.accumulation_steps}; {program}"
+        return f"{plan.layout_of(config, mesh)}; {program}"
 
     def memory(self) -> str:
-        there = plan.room(self.target.hardware) if self.target else device_bytes() - RESERVE_BYTES
-        text = f"{size(self.needed)} of {size(there)} per device"
-        if self.needed > there:
-            raise ResourceError(f"DOES NOT FIT: {text}: {plan.REMEDIES}")
-        return text
+        there, origin = plan.room(self.target)
+        if problem := plan.misfit(self.needed, there):
+            raise ResourceError(problem)
+        return f"{size(self.needed)} of {size(there)} per device, {origin}"
 
     def saved(self) -> str:
         """In a folder of its own, which is removed with all folders above that were not there."""
@@ -156,6 +153,9 @@ class Rehearsal:
         path = self.run_dir.path
         check_directory(self.run_dir.checkpoints)
         self.run_dir.check_free()
+        if self.run_dir.is_claimed:
+            config = self.config.to_dict()
+            accepted_changes(path, self.run_dir.read_config(), config, self.changes)
         made = [x for x in (path, *path.parents) if not os.path.lexists(x)]
         place = RunDirectory(path / f"rehearsal-{os.getpid()}")
         state = {"params": {"x": jnp.arange(2**16)}, "step": jnp.int32(1)}

@@ -66,8 +66,8 @@ def row_of(config: RunConfig, target: plan.Target) -> dict[str, str | float | li
     times = plan.times_of(plan.flops_of(config) / mesh.size, sent, target.hardware)
     layout = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
     row = {"layout": f"{layout}; {config.accumulation_steps}"}
-    row |= {"GiB": round(sum(used.values()) / 2**30, 2)}
-    row |= {"fits": "yes" if sum(used.values()) <= plan.room(target.hardware) else "no"}
+    total, (there, _) = sum(used.values()), plan.room(target)
+    row |= {"GiB": round(total / 2**30, 2), "fits": "yes" if total <= there else "no"}
     for link in ("NVLink", "network"):
         found = [values for (_, name), values in times.links.items() if name == link]
         row[f"{link} GiB"] = round(sum(size for size, _ in found) / 2**30, 2)

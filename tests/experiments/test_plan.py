@@ -17,9 +17,12 @@ from experiments import plan
 from ttcd_jax.run import build, layout
 from ttcd_jax.run.described import missing_compiler
 from ttcd_jax.sharding.collectives import Collective
+from ttcd_jax.train import loss, step
 from ttcd_jax.train.hardware import Hardware
 
-CONFIG = recipe("quickstart.gin")
+CONFIG = recipe(
+    "quickstart.gin", "TransformerConfig.num_layers=1", "TransformerConfig.fast_layers=(0,)"
+)
 T1 = Hardware("T1", 1e12, 10.5 * 2**30, node_rate=100e9, network_rate=10e9)
 
 
@@ -49,8 +52,8 @@ def test_what_was_not_counted_has_no_time(capsys):
 
 
 def test_a_recipe_fits_two_nodes_without_data_and_writes_nothing(tmp_path):
-    line = ("launch", "--gin=deltanet_340m.gin", f"--run_dir={tmp_path / 'run'}", "--dry_run")
-    small = ("--param=TransformerConfig.num_layers=2", "--param=TransformerConfig.dim=128")
+    line = ("launch", "--gin=swa_340m.gin", f"--run_dir={tmp_path / 'run'}", "--dry_run")
+    small = ("--param=TransformerConfig.num_layers=1", "--param=TransformerConfig.dim=128")
     result = commands.run(*line, *small, "--topology=h100x16")
     assert result.returncode == 0, result.stderr
     assert re.search(r"^fits +yes$", result.stdout, re.MULTILINE), result.stdout
@@ -59,7 +62,7 @@ def test_a_recipe_fits_two_nodes_without_data_and_writes_nothing(tmp_path):
         assert re.search(rf"^{name} +\d", result.stdout, re.MULTILINE), result.stdout
     compiler = "a CPU's program" if missing_compiler() else "the program of 16 described H100s"
     assert f"per device, by {compiler}" in result.stdout
-    assert result.stderr.startswith("planning deltanet_340m.gin: importing JAX\n")
+    assert result.stderr.startswith("planning swa_340m.gin: importing JAX\n")
     assert "RECORDS='DIR'" in result.stderr
     assert "experiments.prepare_data --input=" in result.stderr
     assert list(tmp_path.iterdir()) == []
@@ -73,7 +76,7 @@ def test_a_plan_prints_what_it_compares(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(plan, "run_mesh", lambda *_, **__: mesh)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    target = plan.Target(T1, [*mesh.devices.flat], 1)
+    target = plan.Target(T1, [*mesh.devices.flat])
     plan.print_plan(CONFIG, target)
     there = "4.25 GiB per device: 0.5 (XLA_CLIENT_MEM_FRACTION) of 10.50 GiB, less 1.00 GiB"
     found, said = capsys.readouterr()
@@ -83,10 +86,17 @@ def test_a_plan_prints_what_it_compares(monkeypatch, capsys, tmp_path):
     assert said.startswith("compiling the step for")
     plan.print_plan(CONFIG, target)  # from the cache
     assert capsys.readouterr() == (found, "")
+    with monkeypatch.context() as context:  # of another program, by a module of the user's, say
+        context.setattr(step, "summed_loss", lambda *xs: 2 * loss.summed_loss(*xs))
+        plan.print_plan(CONFIG, target)
+    assert capsys.readouterr().err == said
+    monkeypatch.setenv("XDG_CACHE_HOME", __file__)  # no folder
     plan.print_plan(CONFIG, None)  # of a CPU
     assert "fits" not in capsys.readouterr().out
     # Of a device without a data sheet, which is here.
     new = SimpleNamespace(platform="gpu", device_kind="New")
+    planned = plan.plan_of(CONFIG, None)
+    monkeypatch.setattr(plan, "plan_of", lambda *_: planned)
     monkeypatch.setattr(jax, "devices", lambda: [new])
     monkeypatch.setattr(plan, "device_bytes", lambda: 4 * 2**30)
     plan.print_plan(CONFIG, None)
@@ -107,8 +117,9 @@ def _measure(*params):
     during the step that was planned."""
     config = recipe("quickstart.gin", *params)
     mesh = layout.run_mesh(config)
-    planned, step = plan.make_plan(config, mesh)
     program = build.Program(config, mesh)
+    with jax.set_mesh(mesh):
+        planned, run = plan.make_plan(program, program.step())
     abstract = program.state, program.batch
 
     def zeros():
@@ -121,7 +132,7 @@ def _measure(*params):
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     state, batch = make()
     for _ in range(2):
-        state, _ = jax.block_until_ready(step(state, batch))
+        state, _ = jax.block_until_ready(run(state, batch))
     print(sum(planned.values()), _resident("VmHWM") - before)
 
 

@@ -16,6 +16,7 @@ from experiments.rehearsal import Rehearsal
 from ttcd_jax.data.sources import MixtureConfig, RecordsConfig, TextConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig, train_tokenizer
 from ttcd_jax.errors import DataError, ResourceError, UserError
+from ttcd_jax.run import build
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.tasks.perplexity import Perplexity
 
@@ -96,6 +97,16 @@ def test_a_mistake_in_each_part_is_named_and_the_others_are_tried(folder, capsys
     (folder / "else/file").write_text("")
     for place in ("file/run", "else", "run[1]"):
         assert _failed(config, folder / place, capsys) == (["run_dir"], [])
+    # That of another run.
+    claimed = folder / "claimed"
+    _, manifest = build.build_data(config, range(1))
+    RunDirectory(claimed).claim(config.to_dict(), None, manifest)
+    before = sorted(folder.rglob("*"))
+    other = config.replace(seed=config.seed + 1)
+    assert _failed(other, claimed, capsys) == (["run_dir"], [])
+    Rehearsal(config, RunDirectory(claimed), None).run()
+    assert _tried(capsys) == dict.fromkeys(PARTS, "ok")
+    assert sorted(folder.rglob("*")) == before
     # The run that it starts from.
     assert _failed(config.replace(start_from=str(folder / "none")), run, capsys) == (["model"], [])
     # Held-out text.
@@ -159,4 +170,7 @@ def test_the_command_tries_what_it_can(tmp_path):
     assert re.search("^FAILED +data .*none", result.stdout, re.MULTILINE)
     for part in ("step", "memory", "run_dir"):
         assert re.search(f"^ok +{part} ", result.stdout, re.MULTILINE), result.stdout
+    both = commands.run("launch", *line, "--dry_run", "--rehearse")
+    assert both.returncode == UserError.exit_code
+    assert "dry_run, rehearse" in both.stderr
     assert list(tmp_path.iterdir()) == []

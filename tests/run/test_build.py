@@ -53,6 +53,7 @@ def test_copies_of_a_model_stay_in_a_node_where_its_state_leaves_room_and_rows_d
         (large, 64, 8, 80e9, (4, 8, 2, 1)),  # 12.1 of 10 GB
         (large, 64, 8, 141e9, (8, 4, 2, 1)),
         (small.replace(batch_size=12), 24, 3, 80e9, (3, 4, 2, 1)),
+        (small.replace(batch_size=24), 8, 3, 80e9, (1, 8, 1, 1)),  # 3, 3 and 2 devices
     ):
         found = layout.mesh_config(config, num_devices, nodes, memory)
         assert tuple(found.sizes(num_devices).values()) == expected

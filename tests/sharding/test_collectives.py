@@ -79,6 +79,7 @@ def test_a_loop_counts_its_trips_and_what_is_computed_meanwhile():
         "f32[4] all-reduce(%x), replica_groups=mesh['data'=16], device_ids=[4] {'data'}",
         "f32[4] ragged-all-to-all(%x), replica_groups=[4,4]<=[16]",
         "f32[4] send(%x), channel_id=1",
+        "f32[4] all-gather-done(%x)",
         "f32[4] all-reduce(x.1), replica_groups=[4,4]<=[16]",
     ],
 )

@@ -1,6 +1,7 @@
 """The steps of the flagship recipes, compiled for described pods: what they exchange, and when."""
 
 import collections
+import itertools
 import re
 
 import jax
@@ -8,18 +9,20 @@ import pytest
 from devices import elsewhere
 from small_models import recipe
 
-from ttcd_jax.run.described import compiled_step, described_program, missing_compiler
-from ttcd_jax.sharding.collectives import collectives
-from ttcd_jax.train.hardware import DEVICES_PER_NODE, HARDWARE
+from experiments import plan
+from ttcd_jax.run.described import described_devices, missing_compiler
+from ttcd_jax.train.hardware import HARDWARE
 from ttcd_jax.train.state import abstract_params
 
 pytestmark = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 LENGTH = 32_768
 # Two units, scanned, of a layer with a memory and one without: all kinds of layers there are.
 LAYERS = ("TransformerConfig.num_layers=4", "TransformerConfig.fast_layers=(0, 2)")
-# The share of the bytes that are sent while something is computed.
-BESIDE_WORK = {"all-gather": 0.85, "reduce-scatter": 0.95, "all-to-all": 0.95}
-BESIDE_WORK |= {"collective-permute": 0.7, "all-reduce": 0.7}
+# The share of the bytes that are sent while something is computed, at least, in these programs:
+# the 340M recipe on 8 waits for a unit's parameters, the 760M recipe on 64 for the sums of the
+# gradients of the layers' matrices among its copies.
+BESIDE_WORK = {"all-gather": 0.82, "reduce-scatter": 0.99, "all-to-all": 0.99}
+BESIDE_WORK |= {"collective-permute": 0.85, "all-reduce": 0.65}
 
 
 def steps(cases):
@@ -28,11 +31,12 @@ def steps(cases):
     found = []
     for name, count, length in cases:
         config = recipe(name, *LAYERS, f"RecordsConfig.seq_len={length}")
-        program = described_program(config, HARDWARE["H100"], count)
-        text, sizes = compiled_step(program).as_text(), dict(program.mesh.shape)
-        sent = collectives(text, sizes, min(count, DEVICES_PER_NODE))
+        h100 = HARDWARE["H100"]
+        target = plan.Target(h100, described_devices(h100, count))
+        # A program that was compiled by an earlier run of the suite is not compiled again.
+        config, mesh, (_, sent, _) = plan.plan_of(config, target)
         shapes = [x.shape for x in jax.tree.leaves(abstract_params(config.model))]
-        found.append((shapes, sizes, sent))
+        found.append((shapes, dict(mesh.shape), sent))
     return found
 
 
@@ -60,7 +64,7 @@ def _check(name, count, length, shapes, sizes, sent):
     ]
     parts = recipe(name).batch_size // (sizes["data"] * sizes["fsdp"])
     own = dim // (sizes["fsdp"] * sizes["seq"])
-    returned = {(x.kind, x.array): x.times for x in sent if vocab in sum(_arrays(x), [])}
+    returned = {(x.kind, x.array): x.times for x in sent if vocab in itertools.chain(*_arrays(x))}
     del returned["all-gather", f"bf16[{vocab},{dim}]"]
     expected = {("reduce-scatter", f"f32[{vocab},{own}]"): parts}
     expected |= {("all-reduce", f"f32[{vocab},{own}]"): parts} if sizes["data"] > 1 else {}

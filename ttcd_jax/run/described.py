@@ -13,15 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from ttcd_jax.run.build import Program
-from ttcd_jax.run.config import RunConfig
-from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.train.hardware import DEVICES_PER_NODE, Hardware
 
 COMPILER = Path(sys.prefix) / "hopper"
-
-
 # By NVIDIA's architecture papers: compute capability, multiprocessors, float32 units in each, GHz,
 # bytes of shared memory, of cache, and per second of memory.
 _CHIPS = {
@@ -59,20 +55,12 @@ def described_devices(hardware: Hardware, count: int) -> Sequence[Any]:
     ).devices
 
 
-def described_program(config: RunConfig, hardware: Hardware, count: int) -> Program:
-    """The program of a run on described devices, in its default mesh or that of the run."""
-    devices = described_devices(hardware, count)
-    return Program(config, run_mesh(config, devices, hardware=hardware))
-
-
-def compiled_step(program: Program) -> jax.stages.Compiled:
-    """The compiled training step. For described devices its machine code is not optimised, which
-    changes neither the arrays that it holds nor what it sends, and takes half the time."""
-    is_here = program.mesh.devices.flat[0] in jax.devices()
+def compiled(step: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
+    """The step, compiled. For described devices its machine code is not optimised, which changes
+    neither the arrays that it holds nor what it sends, and takes half the time."""
     quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     quick["xla_gpu_autotune_level"] = 0
-    with jax.set_mesh(program.mesh):
-        return program.step().compile(None if is_here else quick)
+    return step.compile(None if mesh.devices.flat[0] in jax.devices() else quick)
 
 
 def _target(hardware: Hardware) -> str:

@@ -28,7 +28,7 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.sharding.mesh import MeshConfig, build_mesh, num_nodes
 from ttcd_jax.sharding.rules import BATCH
-from ttcd_jax.train.hardware import SMALLEST, Hardware, data_sheet
+from ttcd_jax.train.hardware import DEVICES_PER_NODE, SMALLEST, Hardware, data_sheet
 from ttcd_jax.train.state import num_params
 
 PART_TOKENS = 32_768
@@ -57,7 +57,7 @@ def mesh_config(
             f"among {num_devices} devices: use {usable} of them, or set RunConfig.batch_size to a "
             f"multiple of {num_devices}"
         )
-    seq, copies = by_tokens(num_devices), math.gcd(nodes, config.batch_size)
+    seq, copies = by_tokens(num_devices), math.gcd(nodes, config.batch_size, num_devices)
     if copies > 1:
         most = STATE_SHARE * memory_bytes * num_devices / (STATE_BYTES * num_params(config.model))
         copies = max(n for n in range(1, copies + 1) if copies % n == 0 and n <= max(most, 1))
@@ -67,13 +67,12 @@ def mesh_config(
 def run_mesh(
     config: RunConfig,
     devices: Sequence[Any] | None = None,
-    *,
     hardware: Hardware | None = None,
-    nodes: int | None = None,
 ) -> Mesh:
-    """The mesh of a run over `devices` (default: all of the job), which may stand for those of a
-    data sheet in so many nodes. `UserError` as `build_mesh`."""
+    """The mesh of a run over `devices` (default: all of the job). With `hardware` they stand for
+    its, in nodes of `DEVICES_PER_NODE`. `UserError` as `build_mesh`."""
     devices = jax.devices() if devices is None else devices
+    nodes = max(len(devices) // DEVICES_PER_NODE, 1) if hardware else None
     sheet = hardware or data_sheet(devices[0].device_kind)
     memory = sheet.memory_bytes if sheet else SMALLEST
     chosen = mesh_config(config, len(devices), nodes or num_nodes(devices), memory)

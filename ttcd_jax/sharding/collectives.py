@@ -22,11 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
-_COLLECTIVE = re.compile(
-    r"%?([\w.\-]+) = (.*?) ((?:all-|collective-|ragged-|reduce-sc|send|recv)[\w-]*)\("
-    r"[^%)]*%([\w.\-]+)"
-)
-_ANY = re.compile(r" (?:all-|collective-|ragged-|reduce-scatter|send|recv)[\w-]*\(")
+_KIND = r" ((?:all-|collective-|ragged-|reduce-scatter|send|recv)[\w-]*)\("
+_COLLECTIVE = re.compile(r"%?([\w.\-]+) = (.*?)" + _KIND + r"[^%)]*%([\w.\-]+)")
 _CALLEES = re.compile(
     r"(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
     r"|called_computations)=(\{[^}]*\}|%[\w.\-]+)"
@@ -92,13 +89,15 @@ def _in_order(lines: list[str], mesh: Mapping[str, int], node_size: int) -> list
     for number, line in enumerate(lines):
         line = line.partition(", metadata=")[0]
         if (match := _COLLECTIVE.search(line)) is None:
-            if _ANY.search(line):
+            if re.search(_KIND, line):
                 raise ValueError(f"a collective {line.strip()[:80]}")
             continue
         name, result, kind, operand = match.groups()
         if kind.endswith("-start"):
             started[name] = number, _groups(line)
             continue
+        if kind.endswith("-done") and operand not in started:  # in another computation
+            raise ValueError(f"a collective {line.strip()[:80]}")
         begin, groups = started[operand] if kind.endswith("-done") else (number, _groups(line))
         is_beside_work = any(_PRODUCT.search(x) for x in lines[begin + 1 : number])
         one = _collective(kind.removesuffix("-done"), result, groups, mesh, node_size)

@@ -148,10 +148,11 @@ def gathered(weight: Any, dtype: DTypeLike) -> Any:
 
 
 def copied(weight: Any, dtype: DTypeLike) -> jax.Array:
-    """A parameter gathered and `rounded`, without a gradient: for `take_copy`, many times."""
+    """A parameter gathered and `rounded`, of which nothing takes a gradient: for `take_copy`, many
+    times."""
     x = constrain(rounded(weight[...], weight, dtype), *_of_copy(weight.get_metadata("axes")))
     # Else XLA would exchange what is stored: it may keep digits that a program rounds off.
-    return jax.lax.optimization_barrier(jax.lax.stop_gradient(x))
+    return jax.lax.optimization_barrier(x)
 
 
 class Copies(NamedTuple):

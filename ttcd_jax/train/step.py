@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,23 +53,23 @@ def make_train_step(
     change the loss. `prepare` makes the parameters of the loss. The metrics have those that
     `measure` finds in the forward pass, the mean of the parts."""
 
-    def copies(params: Params) -> Copies:
-        return with_params(config, params).copies()
-
     def loss_sum(
-        params: Params, batch: Batch, step: jax.Array, of_step: Copies | None = None
+        params: Params, batch: Batch, step: jax.Array, copies: Copies
     ) -> tuple[jax.Array, Metrics]:
-        of_step = copies(params) if of_step is None else of_step
-        model = with_params(config, prepare(params, step)).take_copies(of_step)
+        model = with_params(config, prepare(params, step)).take_copies(copies)
         segment_ids = batch.get("segment_ids")
         hidden, stats = model.forward(batch["tokens"], segment_ids, batch["positions"])
         marked = batch["targets"], batch["loss_mask"]
         loss = summed_loss(hidden, model.head_weight(), *marked, loss_rows)
         return loss, measure(jax.lax.stop_gradient(Forward(hidden, stats, batch)))
 
-    gradients = jax.value_and_grad(loss_sum, has_aux=True)
+    of_copies = jax.value_and_grad(loss_sum, has_aux=True)
     if accumulation_steps > 1:
-        gradients = _accumulated(loss_sum, copies, logical_axes(config), accumulation_steps)
+        of_copies = _accumulated(loss_sum, logical_axes(config), accumulation_steps)
+
+    def gradients(params: Params, batch: Batch, step: jax.Array) -> Any:
+        return of_copies(params, batch, step, with_params(config, params).copies())
+
     return step_with(gradients, optimizer, learning_rate, spike_factor)
 
 
@@ -127,24 +127,20 @@ def in_parts(batch: Batch, count: int) -> Batch:
     return jax.tree.map(split, batch)
 
 
-def _accumulated(
-    loss_sum: Callable, copies: Callable[[Params], Copies], axes: Params, count: int
-) -> Gradients:
+def _accumulated(loss_sum: Callable, axes: Params, count: int) -> Callable:
     """Gradients of a batch in `count` parts, and their mean metrics. The backward of every part
     adds to one copy of the gradients, layer by layer, sharded by the parameters' `axes`; all parts
     take the `copies` of the step."""
 
     def gradients(
-        params: Params, batch: Batch, step: jax.Array
+        params: Params, batch: Batch, step: jax.Array, copies: Copies
     ) -> tuple[tuple[jax.Array, Metrics], Params]:
         total = jax.tree.map(
             lambda x, names: jax.new_ref(constrain(jnp.zeros_like(x), *names)), params, axes
         )
 
-        of_step = copies(params)
-
         def add_part(_: None, part: Batch) -> tuple[None, tuple[jax.Array, Metrics]]:
-            in_part = functools.partial(loss_sum, batch=part, step=step, of_step=of_step)
+            in_part = functools.partial(loss_sum, batch=part, step=step, copies=copies)
             loss, pull, found = jax.vjp(in_part, params, has_aux=True)
             pull.with_refs(total)(jnp.ones_like(loss))
             return None, (loss, found)
