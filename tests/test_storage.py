@@ -1,6 +1,10 @@
 """Records, runs and files in buckets, on a server of this process that fails as asked."""
 
+import errno
+import fcntl
+import os
 import signal
+from unittest import mock
 
 import commands
 import corpora
@@ -97,9 +101,26 @@ def test_a_file_or_folder_is_there_whole_or_not_at_all(scheme, store, tmp_path, 
     with store.lock:
         store.objects["bucket/a/x.json"] = 10**6, b"theirs"
         del store.objects["bucket/a/folder/b"]
+    other = storage._record(there) / ".x.json.7.7"  # what another process is writing
+    other.write_bytes(b"")
+    error = OSError(errno.ENOSYS, "no locks")
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=error))
     storage.fetch(there)
+    assert other.exists()
     assert (there / "x.json").read_text() == "theirs"
     assert not (there / "folder/b").exists()
+
+
+def test_an_upload_that_is_interrupted_keeps_the_folder(store, monkeypatch):
+    folder = storage.to_path("gs://bucket/records")
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "_upload", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt), files.whole_folder(folder, os.listdir) as unfinished:
+            (unfinished / "shard").write_text("an hour's work")
+    assert not folder.exists()
+    with files.whole_folder(folder, os.listdir) as unfinished:
+        assert (unfinished / "shard").read_text() == "an hour's work"
+    assert store.names("bucket/records/") == ["shard"]
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
@@ -127,8 +148,7 @@ def test_one_process_has_a_run_until_it_shows_no_life(scheme, store, tmp_path, m
     with RunDirectory(run).lock():
         first = storage._leases[path]
         refused("in use by process", RunDirectory(run).lock().__enter__)
-        monkeypatch.setattr(storage.uuid, "getnode", lambda: 7)  # another machine
-        refused("in use by process", storage.lease(path).__enter__)
+        refused("in use by process", storage.lease(path).__enter__)  # of another machine
         first._is_over.set()  # it is stopped
         with storage.lease(path):
             with pytest.raises(OSError, match=r"process \d+ on .* has taken the run"):
@@ -204,6 +224,3 @@ def test_another_machine_reads_records_and_runs(store, tmp_path, monkeypatch, ca
     longer, changes = config.replace(steps=6), {"changes": ["RunConfig.steps"]}
     words = "step 6 was not saved|503|last good step: 4"
     refused(words, train_run, longer, run, error=CheckpointError, **changes)
-    store.fault = lambda method, name: None
-    train_run(longer, run, **changes)
-    assert load_run(run).step == 6

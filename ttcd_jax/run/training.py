@@ -78,12 +78,9 @@ def train_run(
         raise UserError(f"a run's configuration is a RunConfig, not {config!r:.60}")
     directory = RunDirectory(run_dir)
     trackers = [*(TRACKERS.named(name)() for name in config.trackers), *trackers]
-    options = {
-        "run_dir": storage.shown(directory.path),
-        "changes": [*changes],
-        "profile": str(profile),
-    }
-    options |= {"hang_seconds": hang_seconds} | common_fields(config.to_dict())
+    options = {"run_dir": storage.shown(directory.path), "changes": [*changes]}
+    options |= {"profile": str(profile), "hang_seconds": hang_seconds}
+    options |= common_fields(config.to_dict())
     with Watchdog(jax.process_count(), minimum_seconds=hang_seconds) as watchdog:
         agree("configuration", options, watchdog.save_seconds)
         check(config, directory)
@@ -98,8 +95,7 @@ def train_run(
                 _check_kept(directory)
                 directory.claim(config.to_dict(), source, manifest, changes=changes)
             agree("claim", {}, watchdog.save_seconds)
-            with contextlib.suppress(BlockingIOError):  # its copy is that of the first process
-                directory.fetch()
+            directory.fetch()
             seen = {path.name: sha256(path) for path in directory.path.glob("*.json")}
             agree("run directory", seen, watchdog.save_seconds)
             calls = on_metrics, trackers
