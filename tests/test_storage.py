@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import signal
+import socket
 from unittest import mock
 
 import commands
@@ -19,6 +20,7 @@ from ttcd_jax.data.records import prepare_records
 from ttcd_jax.data.sources import RecordsConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import CheckpointError
+from ttcd_jax.run import training
 from ttcd_jax.run.directory import RunDirectory
 
 
@@ -143,6 +145,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again(scheme, store):
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_one_process_has_a_run_until_it_shows_no_life(scheme, store, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "LEASE_SECONDS", 0.8)
+    monkeypatch.setattr(storage, "_RACE_SECONDS", 0.1)
     run = f"{scheme}://bucket/run"
     path = storage.to_path(run)
     with RunDirectory(run).lock():
@@ -208,8 +211,14 @@ def test_another_machine_reads_records_and_runs(store, tmp_path, monkeypatch, ca
     data, run = RecordsConfig(paths="gs://bucket/records", seq_len=8), "gs://bucket/run"
     model = config_of("swa").replace(vocab_size=258)
     config = run_config(model, steps=4, data=data, checkpoint_every=2)
+    compared = mock.Mock(side_effect=training.agree)
+    monkeypatch.setattr(training, "agree", compared)
     train_run(config, run)
+    (seen,) = (x.args[1] for x in compared.mock_calls if x.args[0] == "run directory")
+    owner = f"process {os.getpid()} on {socket.gethostname()}\n"
+    assert seen["lock in TTCD_JAX_BUCKETS, a folder that all have to see"] == [owner]
     move(monkeypatch, tmp_path / "others")
+    assert not (RunDirectory(run).path / "lock").exists(), "a process there sees none"
     loaded = load_run(run)
     assert loaded.step == 4
     assert data.open("train")[0].read(0, 0, 4).tolist() == [256, *b"one"]

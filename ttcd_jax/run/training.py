@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import orbax.checkpoint as ocp
@@ -96,7 +96,10 @@ def train_run(
                 directory.claim(config.to_dict(), source, manifest, changes=changes)
             agree("claim", {}, watchdog.save_seconds)
             directory.fetch()
-            seen = {path.name: sha256(path) for path in directory.path.glob("*.json")}
+            seen: dict[str, Any] = {x.name: sha256(x) for x in directory.path.glob("*.json")}
+            if storage.address(directory.path) is not None:  # all write one checkpoint there
+                owner = [x.read_text() for x in directory.path.glob("lock")]
+                seen["lock in TTCD_JAX_BUCKETS, a folder that all have to see"] = owner
             agree("run directory", seen, watchdog.save_seconds)
             calls = on_metrics, trackers
             return _train(config, directory, program, watchdog, data, *calls, profile)
