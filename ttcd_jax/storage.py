@@ -95,8 +95,7 @@ def fetch(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> Path
     with busy.open("a") as handle:  # of the processes of this machine one downloads
         lock(handle, fcntl.LOCK_EX)
         records = (x.relative_to(_record(path)) for x in _record(path).rglob("*") if x.is_file())
-        # Hidden are those that another process is writing.
-        known = {*found, *(x.as_posix() for x in records if address(path / x))}
+        known = {*found, *map(Path.as_posix, records)}
         _all(_download, [path / name for name in known if wanted(name)] if known else [path])
     return path
 
@@ -303,7 +302,9 @@ def _record(path: Path) -> Path:
 
 
 def _write(file: Path, content: bytes) -> None:
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
-    file.parent.mkdir(parents=True, exist_ok=True)
+    # Not beside it: what a killed process leaves would be a file too many of a checkpoint.
+    unfinished = root() / ".transfers" / uuid.uuid4().hex
+    for folder in (unfinished.parent, file.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     unfinished.write_bytes(content)
     unfinished.replace(file)

@@ -355,7 +355,7 @@ def _headroom(
     """The share of the headroom that every recipe gives back, with the seeds of the one without a
     memory that sees the most."""
     base, models = next(iter(measured)), {x: recipes[x].config.model for x in measured}
-    plain = (x for x in models if x in (base, "full") or not has_in_place_memory(models[x]))
+    plain = (x for x in models if x == base or not has_in_place_memory(models[x]))
     full = max(plain, key=lambda name: models[name].stream_window or math.inf)
     if full == base:
         return []
