@@ -126,7 +126,7 @@ class StudyConfig(Config):
     max_pieces: Positive = 16
 
     def validate(self) -> None:
-        recipes = [_parts(x)[0] for x in self._variants]
+        recipes = [START, *(_parts(x)[0] for x in (*self.recipes, *self.once))]
         tasks = [task.name for task in self.evaluations]
         for kind, names in (("recipes", recipes), ("evaluations", tasks)):
             if len({*names}) < len(names):
