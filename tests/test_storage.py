@@ -179,9 +179,8 @@ KILLS = [
 
 
 def test_a_run_killed_anywhere_goes_on_elsewhere_with_the_same_losses(store, tmp_path, monkeypatch):
-    more = "STEPS=16", "RunConfig.checkpoint_every=4", "RunConfig.keep_checkpoints=2"
+    more = "STEPS=16", "RunConfig.keep_checkpoints=2"
     flags = tiny_run.flags("recall.gin", *tiny_run.RECALL, *more)
-    flags += ["--param=RunConfig.log_every=1"]
     commands.output("launch", *flags, f"--run_dir={tmp_path}/plain")
     process, resumed = [], ""
     for turn, kill in enumerate([*KILLS, None]):
