@@ -36,10 +36,8 @@ from ttcd_jax.units import OF_OUTPUT, printable
 CONFIG_DIR = Path(__file__).parent / "configs"
 _MOST_QUOTED = 1000  # characters at either end of a longer error
 _MAY_BE_EMPTY = ("compile_cache",)
-_MAY_BE_IN_BUCKET = {  # flags, and the arguments of `convert`
-    *("--run_dir", "--output", "--verify", "--tokenizer", "--save_state", "--load_state"),
-    "an argument",
-}
+_IN_BUCKETS = ("run_dir", "output", "verify", "tokenizer", "save_state", "load_state")
+_MAY_BE_IN_BUCKET = {"an argument", *(f"--{name}" for name in _IN_BUCKETS)}  # of `convert`
 _OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 _OF_JAX = re.compile("Unable to initialize backend|for JAX flag|for environment 'JAX_")
 

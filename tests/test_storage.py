@@ -1,6 +1,12 @@
 """Records, runs and files in buckets, on a server of this process that fails as asked."""
 
+import errno
+import fcntl
+import os
 import signal
+import socket
+from pathlib import Path
+from unittest import mock
 
 import commands
 import corpora
@@ -15,6 +21,7 @@ from ttcd_jax.data.records import prepare_records
 from ttcd_jax.data.sources import RecordsConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import CheckpointError
+from ttcd_jax.run import training
 from ttcd_jax.run.directory import RunDirectory
 
 
@@ -97,9 +104,23 @@ def test_a_file_or_folder_is_there_whole_or_not_at_all(scheme, store, tmp_path, 
     with store.lock:
         store.objects["bucket/a/x.json"] = 10**6, b"theirs"
         del store.objects["bucket/a/folder/b"]
+    error = OSError(errno.ENOSYS, "no locks")
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=error))
     storage.fetch(there)
     assert (there / "x.json").read_text() == "theirs"
     assert not (there / "folder/b").exists()
+
+
+def test_an_upload_that_is_interrupted_keeps_the_folder(store, monkeypatch):
+    folder = storage.to_path("gs://bucket/records")
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "_upload", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt), files.whole_folder(folder, os.listdir) as unfinished:
+            (unfinished / "shard").write_text("an hour's work")
+    assert not folder.exists()
+    with files.whole_folder(folder, os.listdir) as unfinished:
+        assert (unfinished / "shard").read_text() == "an hour's work"
+    assert store.names("bucket/records/") == ["shard"]
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
@@ -122,13 +143,13 @@ def test_a_server_that_fails_for_a_while_is_asked_again(scheme, store):
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_one_process_has_a_run_until_it_shows_no_life(scheme, store, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "LEASE_SECONDS", 0.8)
+    monkeypatch.setattr(storage, "_RACE_SECONDS", 0.1)
     run = f"{scheme}://bucket/run"
     path = storage.to_path(run)
     with RunDirectory(run).lock():
         first = storage._leases[path]
         refused("in use by process", RunDirectory(run).lock().__enter__)
-        monkeypatch.setattr(storage.uuid, "getnode", lambda: 7)  # another machine
-        refused("in use by process", storage.lease(path).__enter__)
+        refused("in use by process", storage.lease(path).__enter__)  # of another machine
         first._is_over.set()  # it is stopped
         with storage.lease(path):
             with pytest.raises(OSError, match=r"process \d+ on .* has taken the run"):
@@ -158,9 +179,8 @@ KILLS = [
 
 
 def test_a_run_killed_anywhere_goes_on_elsewhere_with_the_same_losses(store, tmp_path, monkeypatch):
-    more = "STEPS=16", "RunConfig.checkpoint_every=4", "RunConfig.keep_checkpoints=2"
+    more = "STEPS=16", "RunConfig.keep_checkpoints=2"
     flags = tiny_run.flags("recall.gin", *tiny_run.RECALL, *more)
-    flags += ["--param=RunConfig.log_every=1"]
     commands.output("launch", *flags, f"--run_dir={tmp_path}/plain")
     process, resumed = [], ""
     for turn, kill in enumerate([*KILLS, None]):
@@ -188,8 +208,25 @@ def test_another_machine_reads_records_and_runs(store, tmp_path, monkeypatch, ca
     data, run = RecordsConfig(paths="gs://bucket/records", seq_len=8), "gs://bucket/run"
     model = config_of("swa").replace(vocab_size=258)
     config = run_config(model, steps=4, data=data, checkpoint_every=2)
+    compared = mock.Mock(side_effect=training.agree)
+    monkeypatch.setattr(training, "agree", compared)
     train_run(config, run)
+    (seen,) = (x.args[1] for x in compared.mock_calls if x.args[0] == "run directory")
+    owner = f"process {os.getpid()} on {socket.gethostname()}\n"
+    assert seen["lock in TTCD_JAX_BUCKETS, a folder that all have to see"] == [owner]
     move(monkeypatch, tmp_path / "others")
+    assert not (RunDirectory(run).path / "lock").exists(), "a process there sees none"
+    replace = Path.replace
+
+    def killed(path, target):
+        if "checkpoints/4/params" in str(target):
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            load_run(run)
     loaded = load_run(run)
     assert loaded.step == 4
     assert data.open("train")[0].read(0, 0, 4).tolist() == [256, *b"one"]
@@ -204,6 +241,3 @@ def test_another_machine_reads_records_and_runs(store, tmp_path, monkeypatch, ca
     longer, changes = config.replace(steps=6), {"changes": ["RunConfig.steps"]}
     words = "step 6 was not saved|503|last good step: 4"
     refused(words, train_run, longer, run, error=CheckpointError, **changes)
-    store.fault = lambda method, name: None
-    train_run(longer, run, **changes)
-    assert load_run(run).step == 6

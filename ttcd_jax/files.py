@@ -10,7 +10,6 @@ killed process can be deleted; a folder's next writer takes them over. `OSError`
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import math
@@ -22,7 +21,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -41,7 +40,6 @@ _ARRAY_DAMAGE = (
     *(EOFError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError),
 )
 _MAX_WAITING = 1_000_000  # bytes
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 _FULL = re.compile("|".join(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))))
 
 
@@ -115,13 +113,12 @@ def full_disk(error: BaseException) -> str | None:
 
 def check_unused(path: Path) -> None:
     """Raises `UserError` unless `path` is free: absent, or an empty folder."""
-    is_used = path.exists() and (not path.is_dir() or any(path.iterdir()))
-    if storage.address(path) is not None:
-        is_used = any(found := storage.names(path)) and storage.UNFINISHED not in found
+    if storage.address(path) is None:
+        is_used = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    elif not (is_used := any(found := storage.names(path)) and storage.UNFINISHED not in found):
+        shutil.rmtree(path, ignore_errors=True)  # the copy of what was there
     if is_used:
         raise UserError(f"{path} exists and is not an empty folder: choose another")
-    if storage.address(path) is not None:
-        shutil.rmtree(path, ignore_errors=True)  # the copy of what was there
 
 
 @contextlib.contextmanager
@@ -134,18 +131,6 @@ def _errors_of(path: Path) -> Iterator[None]:
         raise kind(f"cannot write {path}: {problem}; {remedy}choose another folder") from error
 
 
-def lock(file: int | IO[Any], kind: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
-    """Locks an open file or folder until it is closed; `BlockingIOError` for one that is locked. A
-    file system without locks, such as Lustre mounted without them, is a warning, once."""
-    try:
-        fcntl.flock(file, kind)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        text = "no file is locked here (%s): start no two processes on the same folder"
-        logging.log_first_n(logging.WARNING, text, 1, error.strerror)
-
-
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Makes the folder and locks it, for as long as this process lives."""
@@ -154,7 +139,7 @@ def _locked(folder: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, descriptor)
         try:
-            lock(descriptor)
+            storage.lock(descriptor)
             if not os.path.samestat(os.fstat(descriptor), folder.stat()):
                 raise FileNotFoundError  # its owner renamed or removed it just now
         except (BlockingIOError, FileNotFoundError) as error:
@@ -173,11 +158,10 @@ def _renamed(
         _flush(unfinished, *unfinished.rglob("*"))
         unfinished.replace(path)
         _flush(path.parent)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(path.replace, unfinished)
             storage.publish(path)
-        except OSError:
-            path.replace(unfinished)
-            raise
+            stack.pop_all()
     finally:
         if unfinished.is_file():
             unfinished.unlink()

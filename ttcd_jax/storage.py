@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from absl import logging
 
@@ -31,10 +31,11 @@ UNFINISHED = ".unfinished"
 RETRIES: dict[str, Any] = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s"}
 LEASE_SECONDS = 60.0
 
-_ADDRESS = re.compile("(gs|s3)://?(.*)")  # `Path` makes one slash of two
+_ADDRESS = re.compile("(?s)(gs|s3)://?(.*)")  # `Path` makes one slash of two
 _CONNECTIONS = 4  # each holds a file of up to 2 GiB in memory
 _LIMITS = {"CONNECT_TIMEOUT_SECONDS": 15, "LOW_SPEED_TIME_SECONDS": 30, "LOW_SPEED_LIMIT_BYTES": 1}
 _RACE_SECONDS = 0.5
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 _GROWING = ("metrics.jsonl", "tensorboard", "profile", "wandb")  # in a run directory
 
 
@@ -92,11 +93,23 @@ def fetch(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> Path
     busy = root() / ".locks" / str(path.absolute()).replace("/", "%")[-200:]
     busy.parent.mkdir(parents=True, exist_ok=True)
     with busy.open("a") as handle:  # of the processes of this machine one downloads
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        lock(handle, fcntl.LOCK_EX)
         records = (x.relative_to(_record(path)) for x in _record(path).rglob("*") if x.is_file())
         known = {*found, *map(Path.as_posix, records)}
         _all(_download, [path / name for name in known if wanted(name)] if known else [path])
     return path
+
+
+def lock(file: int | IO[Any], kind: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
+    """Locks an open file or folder until it is closed; `BlockingIOError` for one that is locked. A
+    file system without locks, such as Lustre mounted without them, is a warning, once."""
+    try:
+        fcntl.flock(file, kind)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        text = "no file is locked here (%s): start no two processes on the same folder"
+        logging.log_first_n(logging.WARNING, text, 1, error.strerror)
 
 
 def names(path: Path) -> list[str]:
@@ -141,8 +154,7 @@ def remove(path: Path) -> None:
 def lease(folder: Path) -> Iterator[None]:
     """Holds the run directory of a bucket by its object `lock`, under the lock of the copy; nothing
     for a path in no bucket. Raises `UserError` for one that another holds. A killed holder holds it
-    until `LEASE_SECONDS` have passed without a sign of life, or it is started again on this disk.
-    """
+    until `LEASE_SECONDS` have passed without a sign of life."""
     if address(folder) is None:
         yield
         return
@@ -168,11 +180,7 @@ def push_held(folder: Path) -> None:
 
 class _Lease:
     def __init__(self, folder: Path) -> None:
-        root().mkdir(parents=True, exist_ok=True)
-        # Of a holder on the same disk the lock of the copy says that it is dead.
-        self._disk = f"{socket.gethostname()} {uuid.getnode()} {root().stat().st_ino}"
-        owner = f"process {os.getpid()} on {socket.gethostname()}"
-        self._text = f"{owner}\n{self._disk}\n{uuid.uuid4().hex}\n"
+        self._text = f"process {os.getpid()} on {socket.gethostname()}\n{uuid.uuid4().hex}\n"
         self._path, self._turn = folder / "lock", 0
         self._busy, self._is_over = threading.Lock(), threading.Event()
         self._generation = self._free()
@@ -190,9 +198,8 @@ class _Lease:
             stamp = _put(self._path, text, if_equal=self._generation)
             if not stamp.generation:
                 found = _get(self._path)  # ours, if the answer to a write was lost
-                if not found.value.decode().startswith(self._text):
-                    other = found.value.decode().partition("\n")[0] or "somebody"
-                    text = f"{other} has taken the run: end one of the two"
+                if not found.value.startswith(self._text.encode()):
+                    text = f"{_owner(found)} has taken the run: end one of the two"
                     raise OSError(errno.EBUSY, text, str(self._path.parent))
                 stamp = found.stamp
             self._generation = stamp.generation
@@ -205,26 +212,26 @@ class _Lease:
     def _free(self) -> bytes:
         """The generation of the lock once it is free."""
         found, end = _get(self._path), time.monotonic() + LEASE_SECONDS
-        generation, lines = found.stamp.generation, found.value.decode().splitlines()
-        if self._disk in lines:
-            return generation
-        if lines:
+        generation, where, owner = found.stamp.generation, self._path.parent, _owner(found)
+        if found.state == "value":
             text = "%s: waiting %.0f seconds for a sign of life of %s"
-            logging.warning(text, self._path.parent, LEASE_SECONDS, lines[0])
+            logging.warning(text, where, LEASE_SECONDS, owner)
         while found.state != "missing" and time.monotonic() < end:
             time.sleep(LEASE_SECONDS / 60)
             found = _get(self._path, generation)
             if found.state == "value":
-                raise UserError(
-                    f"{self._path.parent} is in use by {lines[0]}: wait for it, or choose another "
-                    "--run_dir"
-                )
+                text = f"{where} is in use by {owner}: wait for it, or choose another --run_dir"
+                raise UserError(text)
         return found.stamp.generation
 
     def _keep(self) -> None:
         while not self._is_over.wait(LEASE_SECONDS / 4):
             with contextlib.suppress(OSError):  # the next save reports it
                 self.renew()
+
+
+def _owner(found: Any) -> str:
+    return found.value.decode(errors="replace").partition("\n")[0] or "somebody"
 
 
 _leases: dict[Path, _Lease] = {}
@@ -295,7 +302,9 @@ def _record(path: Path) -> Path:
 
 
 def _write(file: Path, content: bytes) -> None:
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
-    file.parent.mkdir(parents=True, exist_ok=True)
+    # Not beside it: what a killed process leaves would be a file too many of a checkpoint.
+    unfinished = root() / ".transfers" / uuid.uuid4().hex
+    for folder in (unfinished.parent, file.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     unfinished.write_bytes(content)
     unfinished.replace(file)

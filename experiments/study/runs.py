@@ -126,7 +126,7 @@ class StudyConfig(Config):
     max_pieces: Positive = 16
 
     def validate(self) -> None:
-        recipes = [_parts(x)[0] for x in self._variants]
+        recipes = [START, *(_parts(x)[0] for x in (*self.recipes, *self.once))]
         tasks = [task.name for task in self.evaluations]
         for kind, names in (("recipes", recipes), ("evaluations", tasks)):
             if len({*names}) < len(names):
@@ -352,11 +352,11 @@ def _sections(
 def _headroom(
     task: Task, title: str, measured: Measured, recipes: dict[str, Recipe]
 ) -> list[Section]:
-    """The share of the headroom that every recipe gives back, with the seeds of the one without a
-    memory that sees the most."""
+    """The share of the headroom that every recipe gives back, with the seeds of the one that writes
+    no memory and sees the most."""
     base, models = next(iter(measured)), {x: recipes[x].config.model for x in measured}
-    plain = (x for x in models if x in (base, "full") or not has_in_place_memory(models[x]))
-    full = max(plain, key=lambda name: models[name].stream_window or math.inf)
+    silent = (x for x, y in models.items() if not has_in_place_memory(y) or y.settings.is_frozen)
+    full = max((base, *silent), key=lambda name: models[name].stream_window or math.inf)
     if full == base:
         return []
     ceiling = measured[full]

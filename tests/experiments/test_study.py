@@ -207,6 +207,7 @@ def test_mistakes_are_refused(folder, tmp_path):
     for kind, param in (
         ("recipes", "once=('x/base',)"),
         ("recipes", "once=(('base', 'x.gin'),)"),
+        ("recipes", "once=(('start', 'x.gin'),)"),
         ("evaluations", "evaluations=(@Needle(), @Needle())"),
     ):
         refused(f"two {kind} of |have one name: ", _study, folder, f"StudyConfig.{param}")

@@ -1,15 +1,15 @@
 """A memory along rows that arrive piece by piece.
 
 A memory that reads its own chunk is written at once. Of any other, tokens read the writes of full
-chunks. The tokens of the open chunk write nothing yet: the operands
-of their writes are stored (keys and errors, for example: delta_w in its low-rank form). The token
-that fills the chunk triggers the write, by the function of training. A piece costs as much as its
-tokens do in a long row; a single token touches one slot of the open chunk.
+chunks. The tokens of the open chunk write nothing yet: the operands of their writes are stored
+(keys and errors, for example: delta_w in its low-rank form). The token that fills the chunk
+triggers the write, by the function of training. A piece costs as much as its tokens do in a long
+row; a single token touches one slot of the open chunk.
 """
 
 import dataclasses
 import functools
-from typing import cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,9 +44,8 @@ class OpenChunk[Writes, State]:
 
 def start_pieces[W, S](memory: ChunkedMemory[W, S], batch_size: int, writes: W) -> OpenChunk[W, S]:
     """The state before rows begin; `writes`: shapes of the operands of a chunk's, [B, L, ...]."""
-    if memory.reads_own_chunk:
-        return OpenChunk(memory.start(batch_size), cast(W, ()))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), writes)
+    stored: Any = () if memory.reads_own_chunk else writes
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored)
     return OpenChunk(memory.start(batch_size), zeros)
 
 

@@ -108,7 +108,7 @@ class Chunks[Writes]:
 class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
     """A memory that is read and written chunk by chunk: `start`, `read` and `write` define it.
 
-    `reads_own_chunk`: by `read_chunk` a token also reads what the earlier tokens of its chunk
+    `reads_own_chunk`: by its `advance` a token also reads what the earlier tokens of its chunk
     wrote, so that the size of chunks changes nothing but the order of sums."""
 
     reads_own_chunk: ClassVar[bool] = False
@@ -141,15 +141,6 @@ class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
     def start_of(self, prepared: Chunks[Writes]) -> State:
         return self.start(len(prepared.reads))
 
-    def read_chunk(self, state: State, chunk: Chunks[Writes]) -> Float[Array, "B L ..."]:
-        """y of a chunk [B, L, ...], the state before it given. Tokens of another document than the
-        state's read the start."""
-        y = self.read(state, chunk.reads)
-        if chunk.mask.reads is None:
-            return y
-        start = self.read(self.start(len(chunk.reads)), chunk.reads)
-        return where_rows(chunk.mask.reads, y, start)
-
     def reset(self, state: State, chunk: Chunks[Writes]) -> State:
         """The state that a chunk writes into, which begins with its last document."""
         if chunk.mask.resets is None:
@@ -157,8 +148,12 @@ class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
         return where_rows(chunk.mask.resets, self.start(len(chunk.reads)), state)
 
     def advance(self, state: State, chunk: Chunks[Writes]) -> tuple[State, Float[Array, "B L ..."]]:
-        """(the state after a chunk, y of its tokens)."""
-        y = self.read_chunk(state, chunk)
+        """(the state after a chunk [B, L, ...], y of its tokens). Those of another document than
+        the state's read the start."""
+        y = self.read(state, chunk.reads)
+        if chunk.mask.reads is not None:
+            start = self.read(self.start(len(chunk.reads)), chunk.reads)
+            y = where_rows(chunk.mask.reads, y, start)
         return self.write(self.reset(state, chunk), chunk.writes, chunk.mask.writes), y
 
     def row(
@@ -172,6 +167,6 @@ class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
         state = self.start_of(prepared) if state is None else state
         end, y = jax.lax.scan(advance, state, written)
         if not needs_end:
-            last = self.read_chunk(end, jax.tree.map(lambda x: x[-1], chunks))
+            _, last = self.advance(end, jax.tree.map(lambda x: x[-1], chunks))  # no state is made
             y = jnp.concatenate([y, last[None]])
         return jnp.moveaxis(y, 0, 1), end

@@ -154,16 +154,8 @@ class StreamMemory(CorrectingMemory):
         found = product("BLF,BFD->BLD", keys, state.astype(keys.dtype), self.options.state_dtype)
         return (y + self.options.eta * found).astype(reads.dtype)
 
-    def read_chunk(self, state: Sum, chunk: Chunks[Writes]) -> Float[Array, "B L D"]:
-        return self._read(state, chunk)[0]
-
     def advance(self, state: Sum, chunk: Chunks[Writes]) -> tuple[Sum, Float[Array, "B L D"]]:
-        (y, u), keys = self._read(state, chunk), chunk.writes.keys
-        state, u = self.reset(state, chunk), masked(u, chunk.mask.writes)
-        return state + product("BLF,BLD->BFD", keys, u, self.options.state_dtype), y
-
-    def _read(self, state: Sum, chunk: Chunks[Writes]) -> tuple[Array, Array]:
-        """(y, the writes u), by the system of every document of the chunk."""
+        """By the writes u that solve the system of every document of the chunk."""
         (keys, errors, _, beta), wide = chunk.writes, self.options.state_dtype
         reads, y = jnp.split(chunk.reads, [state.shape[1]], axis=-1)
         assert beta is not None
@@ -183,7 +175,9 @@ class StreamMemory(CorrectingMemory):
         u = u.astype(keys.dtype)
         own = jnp.tril(overlaps(reads), -1).astype(keys.dtype)
         answers = found(reads) + product("BLM,BMD->BLD", own, u, wide)
-        return (y + self.options.eta * answers).astype(y.dtype), u
+        y = (y + self.options.eta * answers).astype(y.dtype)
+        state, u = self.reset(state, chunk), masked(u, chunk.mask.writes)
+        return state + product("BLF,BLD->BFD", keys, u, wide), y
 
 
 class Lesson(NamedTuple):

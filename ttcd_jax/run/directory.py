@@ -30,7 +30,7 @@ from ttcd_jax.data.records import sealed
 from ttcd_jax.data.sources import MANIFEST, check_unchanged, text_data
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import CheckpointError, UserError
-from ttcd_jax.files import lock, parse_json, read_json, write_json, write_whole
+from ttcd_jax.files import parse_json, read_json, write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.registry import IMPORTED_MODULES, check_imported
@@ -69,16 +69,17 @@ class RunDirectory:
                 "set LC_ALL=C.UTF-8"
             ) from error
         self.checkpoints = self.path / "checkpoints"
-        with contextlib.suppress(BlockingIOError):  # a run on this machine keeps its copy
-            self.fetch()
+        self.fetch()
 
     def fetch(self, *, is_locked: bool = False) -> None:
         """Brings the copy of a directory in a bucket up to date, its checkpoints as far as their
-        digests. Raises `BlockingIOError` where another process has locked the copy."""
-        if storage.address(self.path) is not None:
+        digests; not that of a run on this machine, which has locked it."""
+        if storage.address(self.path) is None:
+            return
+        with contextlib.suppress(BlockingIOError):
             for file in () if is_locked else self.path.glob("lock"):
                 with file.open() as handle:
-                    lock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    storage.lock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
             own = ("lock", "checkpoints")
             storage.fetch(self.path, lambda name: name.partition("/")[0] not in own)
             fetch_steps(self.checkpoints)
@@ -208,7 +209,7 @@ class RunDirectory:
             ) from error
         with handle:
             try:
-                lock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+                storage.lock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             except BlockingIOError as error:
                 handle.seek(0)
                 owner = handle.read().strip() or "another process"  # that has not written its name

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import orbax.checkpoint as ocp
@@ -78,12 +78,9 @@ def train_run(
         raise UserError(f"a run's configuration is a RunConfig, not {config!r:.60}")
     directory = RunDirectory(run_dir)
     trackers = [*(TRACKERS.named(name)() for name in config.trackers), *trackers]
-    options = {
-        "run_dir": storage.shown(directory.path),
-        "changes": [*changes],
-        "profile": str(profile),
-    }
-    options |= {"hang_seconds": hang_seconds} | common_fields(config.to_dict())
+    options = {"run_dir": storage.shown(directory.path), "changes": [*changes]}
+    options |= {"profile": str(profile), "hang_seconds": hang_seconds}
+    options |= common_fields(config.to_dict())
     with Watchdog(jax.process_count(), minimum_seconds=hang_seconds) as watchdog:
         agree("configuration", options, watchdog.save_seconds)
         check(config, directory)
@@ -98,9 +95,11 @@ def train_run(
                 _check_kept(directory)
                 directory.claim(config.to_dict(), source, manifest, changes=changes)
             agree("claim", {}, watchdog.save_seconds)
-            with contextlib.suppress(BlockingIOError):  # its copy is that of the first process
-                directory.fetch()
-            seen = {path.name: sha256(path) for path in directory.path.glob("*.json")}
+            directory.fetch()
+            seen: dict[str, Any] = {x.name: sha256(x) for x in directory.path.glob("*.json")}
+            if storage.address(directory.path) is not None:  # all write one checkpoint there
+                owner = [x.read_text() for x in directory.path.glob("lock")]
+                seen["lock in TTCD_JAX_BUCKETS, a folder that all have to see"] = owner
             agree("run directory", seen, watchdog.save_seconds)
             calls = on_metrics, trackers
             return _train(config, directory, program, watchdog, data, *calls, profile)

@@ -171,13 +171,6 @@ class Checkpoints:
                     f"{self._directory} cannot hold checkpoints: {error.strerror}; choose another "
                     "run directory"
                 ) from error
-            if jax.process_count() > 1 and storage.address(self._directory) is not None:
-                inode = np.array(self._directory.stat().st_ino % 2**31)
-                if len({*multihost_utils.process_allgather(inode).tolist()}) > 1:
-                    raise UserError(
-                        "the processes of a job write a checkpoint into one folder before it goes "
-                        "to a bucket: set TTCD_JAX_BUCKETS to one that all of them see"
-                    )
         _silence_orbax()
         self._manager = ocp.CheckpointManager(
             self._directory,

@@ -20,10 +20,11 @@ from ttcd_kernels.table import Row, format_table
 from experiments.studies.mad.tasks import PUBLISHED, TASKS, MADConfig, TaskName, settings
 from ttcd_jax.config import Bound, Config, NonNegative, NonNegativeFloat, Positive
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.files import lock, read_json, write_whole
+from ttcd_jax.files import read_json, write_whole
 from ttcd_jax.measure.page import Section
 from ttcd_jax.measure.pictures import COLOURS, MARKERS, Picture, save_figure
 from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.storage import lock
 
 # The methods with published scores, and the two without a memory.
 MAD_METHODS = (*PUBLISHED, "swa", "full")
