@@ -355,7 +355,11 @@ def _headroom(
     """The share of the headroom that every recipe gives back, with the seeds of the one that writes
     no memory and sees the most."""
     base, models = next(iter(measured)), {x: recipes[x].config.model for x in measured}
-    silent = (x for x, y in models.items() if not has_in_place_memory(y) or y.settings.is_frozen)
+    silent = (
+        x
+        for x, y in models.items()
+        if not (has_in_place_memory(y) and y.settings) or y.settings.is_frozen
+    )
     full = max((base, *silent), key=lambda name: models[name].stream_window or math.inf)
     if full == base:
         return []
