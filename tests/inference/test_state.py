@@ -138,7 +138,7 @@ ELEMENTS = {
     "ipttt": (2 * RING, F * D, L * (F + D + 2) + (R - 1) * (F + D + 2)),  # two half-lives
     "ipttcd_ideal": (2 * RING, F * D, 2 * L * F),
     # The rings of two streams, then of the student alone, whose window is half as long.
-    "ipttcd_stream": (2 * RING, F * D, L * (F + D + 1)),
+    "ipttcd_stream": (2 * RING, F * D, 0),
     "deltanet": (0, 2 * 2 * 4 * 6, 2 * (R - 1) * 2 * (2 * 4 + 6)),
     "gated_deltanet": (0, 2 * 2 * 4 * 6, 2 * (R - 1) * 2 * (2 * 4 + 6)),
     "deltanet_hybrid": (2 * RING, 2 * 4 * 6, 0),

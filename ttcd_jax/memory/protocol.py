@@ -147,13 +147,17 @@ class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
             return state
         return where_rows(chunk.mask.resets, self.start(len(chunk.reads)), state)
 
-    def advance(self, state: State, chunk: Chunks[Writes]) -> tuple[State, Float[Array, "B L ..."]]:
-        """(the state after a chunk [B, L, ...], y of its tokens). Those of another document than
-        the state's read the start."""
+    def read_chunk(self, state: State, chunk: Chunks[Writes]) -> Float[Array, "B L ..."]:
+        """y of a chunk [B, L, ...]. Tokens of another document than the state's read the start."""
         y = self.read(state, chunk.reads)
-        if chunk.mask.reads is not None:
-            start = self.read(self.start(len(chunk.reads)), chunk.reads)
-            y = where_rows(chunk.mask.reads, y, start)
+        if chunk.mask.reads is None:
+            return y
+        start = self.read(self.start(len(chunk.reads)), chunk.reads)
+        return where_rows(chunk.mask.reads, y, start)
+
+    def advance(self, state: State, chunk: Chunks[Writes]) -> tuple[State, Float[Array, "B L ..."]]:
+        """(the state after a chunk [B, L, ...], y of its tokens)."""
+        y = self.read_chunk(state, chunk)
         return self.write(self.reset(state, chunk), chunk.writes, chunk.mask.writes), y
 
     def row(
@@ -167,6 +171,6 @@ class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
         state = self.start_of(prepared) if state is None else state
         end, y = jax.lax.scan(advance, state, written)
         if not needs_end:
-            _, last = self.advance(end, jax.tree.map(lambda x: x[-1], chunks))  # no state is made
+            last = self.read_chunk(end, jax.tree.map(lambda x: x[-1], chunks))
             y = jnp.concatenate([y, last[None]])
         return jnp.moveaxis(y, 0, 1), end

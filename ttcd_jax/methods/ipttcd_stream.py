@@ -154,6 +154,9 @@ class StreamMemory(CorrectingMemory):
         found = product("BLF,BFD->BLD", keys, state.astype(keys.dtype), self.options.state_dtype)
         return (y + self.options.eta * found).astype(reads.dtype)
 
+    def read_chunk(self, state: Sum, chunk: Chunks[Writes]) -> Float[Array, "B L D"]:
+        return self.advance(state, chunk)[1]
+
     def advance(self, state: Sum, chunk: Chunks[Writes]) -> tuple[Sum, Float[Array, "B L D"]]:
         """By the writes u that solve the system of every document of the chunk."""
         (keys, errors, _, beta), wide = chunk.writes, self.options.state_dtype
