@@ -185,7 +185,7 @@ class _Lease:
         self._busy, self._is_over = threading.Lock(), threading.Event()
         self._generation = self._free()
         self.renew()
-        if "s3" in folder.relative_to(root()).parts[0]:  # it compares, then it writes
+        if folder.relative_to(root()).parts[0] == "s3":  # it compares, then it writes
             time.sleep(_RACE_SECONDS)
             self.renew()
         threading.Thread(target=self._keep, daemon=True).start()
