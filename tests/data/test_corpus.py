@@ -169,7 +169,9 @@ def test_another_python_is_another_corpus_unless_its_library_is_the_same(stdlib)
     assert now["python"] == platform.python_version()
     check(now)
     check(now | {"python": "3.1"})
-    check({name: now[name] for name in now if name != "python"})  # of an earlier version
+    earlier = {name: now[name] for name in now if name != "python"}
+    check(earlier)
+    refused("(num_bytes: 1 -> ", check, earlier | {"num_bytes": 1, "sha256": "x"}, error=DataError)
     words = f"changed since|(python: 3.1 -> {now['python']})"
     refused(words, check, now | {"python": "3.1", "sha256": "x"}, error=DataError)
 

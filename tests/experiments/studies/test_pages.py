@@ -66,11 +66,14 @@ def test_a_table_has_the_rows_and_columns_of_its_spec(tmp_path):
         '{"row": "a", "text": "u", "|1|": 1.0}',
     ]
     (tmp_path / "some.jsonl").write_text("\n".join(lines))
+    (tmp_path / "more.jsonl").write_text("\n".join(lines[:2]).replace("1200", "7"))
     (tmp_path / "pages.toml").write_text(
         '[table.one]\nrecords = "some"\nwhere = {text = "t"}\nrows = ["a", "b"]\nfirst = "name"\n'
         'columns = ["|1|", ["n", "{n} of {|1|:.1f}"], ["seeds", "by seed", " "]]\n'
         '[table.two]\nrecords = "some"\ncolumns = ["text"]\n'
         '[table.three]\ncommand = "LATER"\ncolumns = []\n[picture]\n'
+        '[table.joined]\ncolumns = ["some n", "more n"]\n[table.joined.of]\n'
+        'x = {some = {row = "a", text = "u"}, more = {row = "b"}}\ny = {more = {row = "b"}}\n'
     )
     page = tmp_path / "page.md"
     marks = [f"Text. <!-- table: {x} -->\nold <!-- end -->\n" for x in ("one", "two", "three")]
@@ -88,5 +91,8 @@ def test_a_table_has_the_rows_and_columns_of_its_spec(tmp_path):
         *("| b | t |", "| a | t |", "| a | u |", "<!-- end -->"),
         *("", "Text. <!-- table: three -->", "", "No record yet: `LATER`. <!-- end -->"),
     ]
+    page.write_text("<!-- table: joined -->\n<!-- end -->")
+    table = "|  | some n | more n |\n|---|---|---|\n| x | - | 7 |\n| y | - | 7 |\n"
+    assert f"\n\n{table}<!-- end -->" in pages.drawn(page, tmp_path)
     page.write_text("<!-- table: four -->\n<!-- end -->")
     refused("a table four that pages.toml lacks", pages.drawn, page, tmp_path)
