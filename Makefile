@@ -35,7 +35,7 @@ quickstart: .venv ## train and evaluate on text and on evidence, make the page (
 	$(EVALUATE) --run_dir=$(RUNS)/text_swa --task=ppl --seq_len=4096
 	$(LAUNCH) --gin=evidence.gin --run_dir=$(RUNS)/evidence
 	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=evidence
-	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=needle --by=prefill --distances=64,256,1024,4096,12288
+	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=needle --by=prefill --distances=64,1024,4096,16384
 	$(LAUNCH) --gin=evidence_no_gap.gin --run_dir=$(RUNS)/evidence_no_gap
 	$(EVALUATE) --run_dir=$(RUNS)/evidence_no_gap --task=evidence
 	@$(PYTHON) -m experiments.report --output=$(RUNS) --run_dir=$(RUNS)/text \

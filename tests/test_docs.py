@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import commands
 import pytest
+import yaml
 from commands import ROOT
 from devices import fake_devices
 
@@ -102,6 +103,19 @@ def test_modules_configurations_and_links_that_a_page_names_exist(page):
     gin = {ROOT / "experiments/configs" / x for x in named if f"# {x}\n" not in text}  # its own
     links = {page.parent / name for name in re.findall(r"\]\((?!http)([^)#]+)\)", text)}
     assert [path for path in gin | links if not path.exists()] == []
+
+
+def test_readme_is_short_and_names_the_paper_as_the_citation_does():
+    text, project = ((ROOT / x).read_text() for x in ("README.md", "pyproject.toml"))
+    assert len(text.splitlines()) <= 120
+    assert [line for line in text.splitlines() if len(line) > 150] == []
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    [paper] = citation["references"]
+    assert f"[{paper['title']}]({paper['url']}) (arXiv:{paper['url'].split('/')[-1]}" in text
+    authors = [f"{x['given-names']} {x['family-names']}" for x in paper["authors"]]
+    assert f"by {', '.join(authors[:-1])} and {authors[-1]}.\n" in text
+    for name in ("version", "license"):
+        assert f'\n{name} = "{citation[name]}"\n' in project
 
 
 def test_every_path_of_the_map_exists():

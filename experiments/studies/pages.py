@@ -5,6 +5,7 @@
 The first line of such a file has what holds for all others (command, commit, device, seeds, tokens,
 what an interval is over), every other one is a measured row, named `row`. A table stands between
 `<!-- table: NAME -->`, at the end of a paragraph, and `<!-- end -->`; `pages.toml` has its spec.
+A table may join the rows of several files.
 """
 
 import os
@@ -50,6 +51,9 @@ def drawn(page: Path, folder: Path = RECORDS) -> str:
         start, name, end = match.groups()
         if (spec := tables.get(name)) is None:
             raise DataError(f"{page} has a table {name} that pages.toml lacks: name it there")
+        if "of" in spec:
+            rows = [_joined(folder, *x) for x in spec["of"].items()]
+            return f"{start}\n\n{_table(spec, rows)}\n{end}"
         file = folder / f"{spec.get('records', name)}.jsonl"
         if "command" in spec and not file.exists():
             return f"{start}\n\nNo record yet: `{spec['command']}`. {end}"
@@ -71,6 +75,16 @@ def _read(file: Path, spec: Spec) -> tuple[Spec, list[Spec]]:
     if missing := {*names} - {x["row"] for x in rows}:
         raise DataError(f"{file} has no row {', '.join(sorted(missing))}: mend pages.toml")
     return head, [row for name in names for row in rows if row["row"] == name]
+
+
+def _joined(folder: Path, name: str, parts: dict[str, Spec]) -> Spec:
+    """A row of the fields of rows of several files, the name of a field after that of its file."""
+    row = {"row": name}
+    for file, fields in parts.items():
+        part = {"where": fields, "rows": [fields["row"]]}
+        [record] = _read(folder / f"{file}.jsonl", part)[1]
+        row |= {f"{file} {field}": value for field, value in record.items()}
+    return row
 
 
 def _table(spec: Spec, records: list[Spec]) -> str:

@@ -1,5 +1,7 @@
 import hashlib
+import json
 import os
+import platform
 import sysconfig
 
 import corpora
@@ -9,6 +11,7 @@ from checks import refused
 
 from ttcd_jax.data.corpus import SPLITS, CorpusConfig, load_documents, manifest, stream_documents
 from ttcd_jax.data.documents import Document
+from ttcd_jax.data.sources import check_unchanged
 from ttcd_jax.errors import DataError
 
 
@@ -150,8 +153,27 @@ def test_fingerprint_is_of_names_which_may_be_any_bytes_and_contents_in_order(tm
     documents = [document, Document("a", b"bc"), Document("d", b"", np.array([7], "<i4"))]
     parts = (b"\xff.txt", b"text", b"a", b"bc", b"d", bytes([7, 0, 0, 0]))
     digest = hashlib.sha256(b"".join(len(part).to_bytes(8) + part for part in parts)).hexdigest()
-    counts = {"kind": "stdlib", "num_documents": 3, "num_bytes": 10}
-    assert manifest(CorpusConfig(), documents) == counts | {"sha256": digest}
+    fingerprint = {"num_documents": 3, "num_bytes": 10, "sha256": digest}
+    kind = {"kind": "text"}
+    assert manifest(CorpusConfig(**kind, path="."), documents) == kind | fingerprint
+
+
+def test_another_python_is_another_corpus_unless_its_library_is_the_same(stdlib):
+    run_dir = stdlib / "site-packages"  # left out of the corpus
+    now = manifest(CorpusConfig(), load_documents(CorpusConfig(), "train"))
+
+    def check(stored):
+        (run_dir / "data.json").write_text(json.dumps({"parts": [stored]} | stored))
+        check_unchanged(run_dir, lambda: now | {"parts": [now]})
+
+    assert now["python"] == platform.python_version()
+    check(now)
+    check(now | {"python": "3.1"})
+    earlier = {name: now[name] for name in now if name != "python"}
+    check(earlier)
+    refused("(num_bytes: 1 -> ", check, earlier | {"num_bytes": 1, "sha256": "x"}, error=DataError)
+    words = f"changed since|(python: 3.1 -> {now['python']})"
+    refused(words, check, now | {"python": "3.1", "sha256": "x"}, error=DataError)
 
 
 def test_text_that_is_too_large_for_memory_is_refused(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import platform
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
@@ -93,8 +94,10 @@ class Census:
 
 
 def manifest(config: CorpusConfig, documents: Iterable[Document]) -> dict[str, Any]:
-    """The manifest of the documents for a run directory, ready for JSON."""
-    return {"kind": config.kind} | Census(documents).summary()
+    """The manifest of the documents for a run directory, ready for JSON; with the version of the
+    Python whose standard library they are."""
+    python = {} if config.path else {"python": platform.python_version()}
+    return {"kind": config.kind} | python | Census(documents).summary()
 
 
 def _name_bytes(document: Document) -> bytes:

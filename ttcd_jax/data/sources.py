@@ -387,6 +387,9 @@ def check_unchanged(run_dir: str | os.PathLike[str], identity: Callable[[], Meta
 def _shared(stored: Any, current: Any) -> Any:
     """The fields of `stored` that `current` has too, in lists of parts as well."""
     if isinstance(stored, dict) and isinstance(current, dict):
+        # Earlier versions stored no Python, and two may have the same standard library.
+        if "python" not in stored or stored.get("sha256") == current.get("sha256"):
+            stored |= {"python": current.get("python")}
         return {name: _shared(stored.get(name), value) for name, value in current.items()}
     if isinstance(stored, list) and isinstance(current, list) and len(stored) == len(current):
         return [_shared(*pair) for pair in zip(stored, current, strict=True)]

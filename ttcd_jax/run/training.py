@@ -101,6 +101,9 @@ def train_run(
                 owner = [x.read_text() for x in directory.path.glob("lock")]
                 seen["lock in TTCD_JAX_BUCKETS, a folder that all have to see"] = owner
             agree("run directory", seen, watchdog.save_seconds)
+            for part in manifest.get("parts", [manifest]):
+                if "python" in part:
+                    say(f"text: {part['num_documents']} modules of Python {part['python']}")
             calls = on_metrics, trackers
             return _train(config, directory, program, watchdog, data, *calls, profile)
 

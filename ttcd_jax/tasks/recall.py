@@ -96,7 +96,7 @@ class Evidence(Recall):
 class Needle(OnDrawnData):
     """Accuracy of a prompt's values after each of `distances` tokens of other facts. They are read
     by "decode", one by one, with the memory on, and off, as published, or by "prefill" in one pass,
-    with the memory on: for thousands of them (`by`). `batch_size` is the number of rows."""
+    with fast weights on and off, for thousands of them (`by`). `batch_size`: the number of rows."""
 
     name = "needle"
     title = "Needles read back"
@@ -122,9 +122,9 @@ class Needle(OnDrawnData):
         )
 
     def series(self, subject: Subject, rows: Needles) -> Series[DistanceAccuracy]:
-        modes: dict[str, MemoryMode] = {subject.name: "kept"}
-        if self.by == "decode" and has_in_place_memory(subject.model.config):
-            modes = {f"{subject.name}, memory {mode}": mode for mode in get_args(MemoryMode)}
+        if self.by == "prefill" or not has_in_place_memory(subject.model.config):
+            return super().series(subject, rows)
+        modes = {f"{subject.name}, memory {mode}": mode for mode in get_args(MemoryMode)}
         scorer = self.scorer(subject, subject.name, subject.model)
         return {x: self.measure(scorer, rows, subject, memory) for x, memory in modes.items()}
 
