@@ -25,7 +25,7 @@ from flax import nnx
 from ttcd_kernels.measure import environment
 from ttcd_kernels.table import format_table
 
-from experiments import cli
+from ttcd_jax.commands import cli
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_json
 from ttcd_jax.methods.ideal import IdealMemoryConfig

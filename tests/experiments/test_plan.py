@@ -13,7 +13,7 @@ import pytest
 from devices import environment
 from small_models import recipe
 
-from experiments import plan
+from ttcd_jax.commands import plan
 from ttcd_jax.run import build, layout
 from ttcd_jax.run.described import missing_compiler
 from ttcd_jax.sharding.collectives import Collective

@@ -8,7 +8,7 @@ from checks import refused
 from ttcd_kernels import bench, measure
 from ttcd_kernels.dual_window.bench import SHAPES
 
-from experiments.report.sections import write_report
+from ttcd_jax.commands.report.sections import write_report
 from ttcd_jax.errors import DataError
 
 

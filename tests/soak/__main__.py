@@ -24,8 +24,8 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import cli
 from tests.commands import XLA_FLAGS
+from ttcd_jax.commands import cli
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("folder", "runs/soak", "Holds the records, the runs, the compiled programs.")

@@ -11,7 +11,7 @@ from tests.soak.faults import FAULTS, Unavailable, drawn
 from tests.soak.run import Broken, Chain, Fault
 
 PROGRAM = """
-from experiments import cli
+from ttcd_jax.commands import cli
 from tests.soak import __main__ as soak
 from tests.soak.run import Broken, Chain
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import cli
+from ttcd_jax.commands import cli
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_json

@@ -17,7 +17,7 @@ import sys
 
 from absl import flags
 
-from experiments import cli
+from ttcd_jax.commands import cli
 from ttcd_jax.config import Config
 
 FLAGS = flags.FLAGS

@@ -9,9 +9,9 @@ import jax
 import pytest
 from checks import refused
 
-from experiments.cli import CONFIG_DIR, parse_options
 from experiments.studies.bench import cases
 from experiments.studies.bench.cases import Decode, Prefill, competitor
+from ttcd_jax.commands.cli import CONFIG_DIR, parse_options
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig

@@ -11,7 +11,7 @@ whole page.
 
 from absl import flags
 
-from experiments import cli
+from ttcd_jax.commands import cli
 
 FLAGS = flags.FLAGS
 flags.DEFINE_multi_string(
@@ -29,8 +29,8 @@ flags.DEFINE_multi_string("next", [], "A line of the page's and the terminal's '
 def main(argv: list[str]) -> None:
     from ttcd_kernels.table import format_table
 
-    from experiments.report.sections import write_report
     from ttcd_jax import storage
+    from ttcd_jax.commands.report.sections import write_report
     from ttcd_jax.errors import UserError
     from ttcd_jax.run.directory import RunDirectory
     from ttcd_jax.units import printable

@@ -33,7 +33,9 @@ from ttcd_jax.registry import import_modules
 from ttcd_jax.storage import SCHEMES, root, user_cache
 from ttcd_jax.units import OF_OUTPUT, printable
 
-CONFIG_DIR = Path(__file__).parent / "configs"
+_PACKAGE = Path(__file__).parents[1]
+_CONFIG_DIRS = (_PACKAGE / "configs", _PACKAGE.parent / "experiments" / "configs")
+CONFIG_DIR = next((path for path in _CONFIG_DIRS if path.is_dir()), _CONFIG_DIRS[0])
 _MOST_QUOTED = 1000  # characters at either end of a longer error
 _MAY_BE_EMPTY = ("compile_cache",)
 _IN_BUCKETS = ("run_dir", "output", "verify", "tokenizer", "save_state", "load_state")
@@ -269,10 +271,8 @@ def _check_texts(arguments: Sequence[str]) -> None:
 
 def _is_ours(file: str | bytes) -> bool:
     """Whether a file is a part of the program: that it is missing is no user's mistake."""
-    import ttcd_jax
-
-    folders = (Path(__file__).parent, *map(Path, ttcd_jax.__path__))
-    return any(Path(os.fsdecode(file)).absolute().is_relative_to(x) for x in folders)
+    path = Path(os.fsdecode(file)).absolute()
+    return path.is_relative_to(_PACKAGE) or path.is_relative_to(CONFIG_DIR.parent)
 
 
 def _notes(error: Exception) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import cli
+from ttcd_jax.commands import cli
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("gin", None, "A study in experiments/configs/, or a path.", required=True)
@@ -26,7 +26,7 @@ flags.DEFINE_multi_string("only", [], "Train and evaluate only this recipe; repe
 
 
 def main(argv: list[str]) -> None:
-    from experiments.study import runs as study
+    from ttcd_jax.commands.study import runs as study
     from ttcd_jax.config import check_text
     from ttcd_jax.run.bindings import load_config, reachable_classes
     from ttcd_jax.run.directory import RunDirectory

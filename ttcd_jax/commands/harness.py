@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from experiments import cli
+from ttcd_jax.commands import cli
 from ttcd_jax.config import closest
 from ttcd_jax.errors import UserError
 from ttcd_jax.measure.scorer import Scorer

@@ -27,7 +27,7 @@ All devices are used; of several processes the first prints and writes.
 
 from absl import flags
 
-from experiments import cli
+from ttcd_jax.commands import cli
 from ttcd_jax.config import Config
 
 FLAGS = flags.FLAGS

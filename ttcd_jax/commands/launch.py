@@ -23,8 +23,8 @@ from typing import Any
 
 from absl import flags
 
-from experiments import cli
 from ttcd_jax import terminal
+from ttcd_jax.commands import cli
 from ttcd_jax.errors import DataError, UserError
 
 FLAGS = flags.FLAGS
@@ -123,8 +123,8 @@ def main(argv: list[str]) -> None:
 
 def _plan(config: Any, run_dir: Any, unreachable: OSError | None) -> None:
     """The run's dry run or rehearsal."""
-    from experiments import plan
-    from experiments.rehearsal import Rehearsal
+    from ttcd_jax.commands import plan
+    from ttcd_jax.commands.rehearsal import Rehearsal
     from ttcd_jax.run import training
 
     cli.clean_up_on_sigterm()

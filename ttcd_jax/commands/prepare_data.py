@@ -46,8 +46,8 @@ from typing import Any
 
 from absl import flags
 
-from experiments import cli
 from ttcd_jax import storage, units
+from ttcd_jax.commands import cli
 from ttcd_jax.data import tokenizer
 from ttcd_jax.data.compressed import bytes_read
 from ttcd_jax.data.corpus import CorpusConfig, input_bytes, stream_documents

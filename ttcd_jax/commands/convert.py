@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from experiments import cli
 from ttcd_jax import storage, units
+from ttcd_jax.commands import cli
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import check_unused, whole_folder
 
