@@ -12,9 +12,11 @@ import dataclasses
 import functools
 import inspect
 import math
+import multiprocessing
 import os
 import re
 import select
+import shlex
 import signal
 import sys
 import traceback
@@ -50,7 +52,24 @@ flags.DEFINE_multi_string(
     "my_package.my_method; its code is run. Runs name those that they need.",
 )
 
-type OptionsOf = Callable[[list[str]], type[Config] | None]
+# What the arguments after the flags choose: a class of options, or a text for --help.
+type OptionsOf = Callable[[list[str]], type[Config] | str | None]
+_RENAMED = {"json": "output", "out_dir": "output", "folder": "output"}
+
+
+class _SaysLoading:
+    """A finder of modules that finds none: it says, once, that a slow package is imported."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> None:
+        if name == "jax":
+            sys.meta_path.remove(_SaysLoading)  # pyright: ignore[reportArgumentType]
+            if multiprocessing.parent_process() is None:
+                print("loading JAX", file=sys.stderr, flush=True)
+
+
+if "jax" not in sys.modules:
+    sys.meta_path.insert(0, _SaysLoading)  # pyright: ignore[reportArgumentType]
 
 
 def run(
@@ -62,7 +81,7 @@ def run(
 
     `arguments` names the required arguments after the flags; with None every argument that is not
     a flag is passed to `main`. `options` gives the class of the options that flags and the
-    arguments after them choose, if they choose one: --help shows its fields.
+    arguments after them choose, if they choose one: --help shows its fields, or a text.
     """
     open_standard_streams()
     for name in {"import", "distributed"} & {*flags.FLAGS}:  # which --help shows
@@ -125,6 +144,25 @@ def define_distributed() -> None:
         "How several processes find each other: none, slurm, jobset, or "
         "HOST:PORT,NUM_PROCESSES,PROCESS_ID, where {NAME} is a variable of the environment.",
     )
+
+
+def recipe_options(_: Sequence[str]) -> str | None:
+    """For --help: what the file of --gin leaves to --param by a name."""
+    from ttcd_jax.run.bindings import find_gin_file, read_file
+
+    if flags.FLAGS.gin is None:
+        return None
+    bindings = read_file(find_gin_file(flags.FLAGS.gin, CONFIG_DIR), CONFIG_DIR).values()
+    lines = [f'  --param="{x.owner}={x.value!r}"' for x in bindings if not x.field]
+    all_of_it = f"any field of `ttcd show {flags.FLAGS.gin}` can be bound as well"
+    return "\n".join([f"\nvalues of {flags.FLAGS.gin}, {all_of_it}:", *lines, ""])
+
+
+def command_line(command: str, module: str = "") -> str:
+    """The command as the user has written it."""
+    is_old = "experiments" in sys.modules
+    program = ["python", "-m", f"experiments.{module or command}"] if is_old else ["ttcd", command]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def connect(lost_seconds: float = 60.0) -> None:
@@ -206,7 +244,9 @@ def _show_options(options: OptionsOf, command_line: list[str]) -> None:
     with contextlib.suppress(flags.Error):  # a required flag may be missing
         rest = flags.FLAGS(line, known_only=True)
     import_modules(flags.FLAGS["import"].value or ())
-    if (config := options(rest)) is None:
+    config = options(rest)
+    if config is None or isinstance(config, str):
+        print(config or "", end="")
         return
     print(f"\n{inspect.getdoc(config)}\n\noptions and their defaults:")
     for field in dataclasses.fields(config):
@@ -219,10 +259,16 @@ def _parse_flags(
     names: Sequence[str] | None, options: OptionsOf | None, command_line: list[str]
 ) -> list[str]:
     flags.FLAGS.set_gnu_getopt(True)  # flags may follow arguments
+    for old in {x.removeprefix("--").partition("=")[0] for x in command_line} & {*_RENAMED}:
+        if old not in flags.FLAGS and (new := _RENAMED[old]) in flags.FLAGS:
+            raise UserError(f"--{old} is called --{new} here: {flags.FLAGS[new].help}")
     try:
         program, *rest = flags.FLAGS(command_line, known_only=names is None)
     except flags.Error as error:
-        raise UserError(" ".join(str(error).split())) from None
+        text = " ".join(str(error).split())
+        if found := re.search(r"Flag --(\w+) must have a value other than None", text):
+            text = f"--{found[1]} is missing. {flags.FLAGS[found[1]].help}"
+        raise UserError(text) from None
     except SystemExit:
         # Only a help flag exits while flags are parsed, and absl calls that a failure.
         if options is not None:

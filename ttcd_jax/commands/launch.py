@@ -15,7 +15,6 @@ lost, or hangs, the others exit with status 7.
 
 import gc
 import os
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ from ttcd_jax.errors import DataError, UserError
 
 FLAGS = flags.FLAGS
 cli.define_distributed()
-flags.DEFINE_string("gin", None, "A file in experiments/configs/, or a path.", required=True)
+flags.DEFINE_string("gin", None, "One of `ttcd recipes`, or a path.", required=True)
 flags.DEFINE_multi_string("param", [], "A binding that overrides the file, as Class.field=value.")
 flags.DEFINE_string("run_dir", None, "The run directory; default: runs/<name of the gin file>.")
 flags.DEFINE_multi_string(
@@ -77,8 +76,6 @@ def main(argv: list[str]) -> None:
     gin_file = find_gin_file(FLAGS.gin, cli.CONFIG_DIR)
     read_file(gin_file, cli.CONFIG_DIR)
     read_params(FLAGS.param, cli.CONFIG_DIR)
-    if is_planned:
-        print(f"planning {gin_file.name}: importing JAX", file=sys.stderr, flush=True)
     gc.disable()  # a fifth of the time of imports and of tracing
     with terminal.phase("importing"):
         from ttcd_jax.run import training
@@ -113,7 +110,7 @@ def main(argv: list[str]) -> None:
     source = gin_file.read_text(encoding="utf-8") + params
     run = training.train_run(config, run_dir.path, source=source, changes=FLAGS.change, **options)
     if run.stopped_by is not None:
-        command = shlex.join(["python", "-m", "experiments.launch", *sys.argv[1:]])
+        command = cli.command_line("launch")
         terminal.say(
             f"stopped by {run.stopped_by} at step {run.step}, checkpoint saved; run the same "
             f"command to go on: {command}"
@@ -140,4 +137,4 @@ def _plan(config: Any, run_dir: Any, unreachable: OSError | None) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, options=cli.recipe_options)

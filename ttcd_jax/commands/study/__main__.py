@@ -9,8 +9,6 @@ continues after an interruption and computes what is missing. At the end it prin
 writes DIR/index.html. Intervals are over seeds and pieces of text; a table shows every seed.
 """
 
-import shlex
-import sys
 from pathlib import Path
 
 from absl import flags
@@ -18,7 +16,7 @@ from absl import flags
 from ttcd_jax.commands import cli
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("gin", None, "A study in experiments/configs/, or a path.", required=True)
+flags.DEFINE_string("gin", None, "One of `ttcd recipes study`, or a path.", required=True)
 flags.DEFINE_multi_string("param", [], "A binding of the study or of all its recipes.")
 flags.DEFINE_string("run_dir", None, "Default: runs/study-<name of the gin file>.")
 flags.DEFINE_string("records", None, "Write a JSON line per row, for the tables of pages.")
@@ -45,9 +43,9 @@ def main(argv: list[str]) -> None:
             study.compute(config, name, seed, runs[name], texts, path)
         sections = study.write_study(config, runs, texts, path)
         if FLAGS.records is not None:
-            command = shlex.join(["python", "-m", "experiments.study", *sys.argv[1:]])
-            study.write_records(config, runs, sections, path, Path(FLAGS.records), command)
+            file, command = Path(FLAGS.records), cli.command_line("study")
+            study.write_records(config, runs, sections, path, file, command)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, options=cli.recipe_options)

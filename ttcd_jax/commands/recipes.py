@@ -1,0 +1,38 @@
+"""Lists the recipes, or those whose name or header has all words of a search.
+
+    ttcd recipes [WORD ...]
+
+Each is a file of configurations that `ttcd launch --gin=NAME` trains, or of several that
+`ttcd study --gin=NAME` compares; its first line says what it is, the other ones what it costs.
+"""
+
+import re
+from pathlib import Path
+
+from ttcd_jax.commands import cli
+
+
+def main(argv: list[str]) -> None:
+    for command in ("launch", "study"):
+        found = {
+            name: header.partition("\n")[0]
+            for name, header in recipes(cli.CONFIG_DIR, command).items()
+            if all(word.lower() in f"{name} {header}".lower() for word in argv[1:])
+        }
+        width = max(map(len, found), default=0)
+        for name, title in found.items():
+            print(f"ttcd {command} --gin={name:<{width}}  {title}")
+
+
+def recipes(folder: Path, command: str) -> dict[str, str]:
+    """By name the headers of files that such a command reads."""
+    found = {}
+    for path in sorted(folder.rglob("*.gin"), key=lambda x: (len(x.parts), x)):
+        header = re.match("(#.*\n)*", path.read_text(encoding="utf-8"))[0]
+        if f"experiments.{command} " in header:
+            found[path.relative_to(folder).as_posix()] = re.sub("(?m)^# ?", "", header)
+    return found
+
+
+if __name__ == "__main__":
+    cli.run(main, None)
