@@ -1,11 +1,11 @@
 """Trains a model: one .gin file in, one run directory out. The same command resumes an interrupted
 run.
 
-    python -m experiments.launch --gin=quickstart.gin [--param='RunConfig.steps=20' ...]
-                                 [--run_dir=DIR] [--change=RunConfig.steps ...]
-                                 [--dry_run | --rehearse [--topology=h100x64]]
-                                 [--distributed=slurm] [--hang_seconds=60]
-                                 [--profile=START:STOP] [--compile_cache=DIR]
+    ttcd launch --gin=quickstart.gin [--param='RunConfig.steps=20' ...]
+                [--run_dir=DIR] [--change=RunConfig.steps ...]
+                [--dry_run | --rehearse [--topology=h100x64]]
+                [--distributed=slurm] [--hang_seconds=60]
+                [--profile=START:STOP] [--compile_cache=DIR]
 
 SIGTERM, SIGHUP or Ctrl-C finishes the step, saves, and exits with status 75: the same command
 resumes, on any number of devices. A second Ctrl-C exits at once. SIGUSR1 saves after the step,
@@ -30,7 +30,7 @@ FLAGS = flags.FLAGS
 cli.define_distributed()
 flags.DEFINE_string("gin", None, "One of `ttcd recipes`, or a path.", required=True)
 flags.DEFINE_multi_string("param", [], "A binding that overrides the file, as Class.field=value.")
-flags.DEFINE_string("run_dir", None, "The run directory; default: runs/<name of the gin file>.")
+flags.DEFINE_string("run_dir", None, "The run directory (default: runs/<name of the gin file>).")
 flags.DEFINE_multi_string(
     "change", [], "A field, as Class.field, that may differ from the run that is resumed."
 )
@@ -42,7 +42,7 @@ flags.DEFINE_bool(
 )
 flags.mark_bool_flags_as_mutual_exclusive(["dry_run", "rehearse"])
 flags.DEFINE_string(
-    "topology", None, "Devices of --dry_run or --rehearse, as in h100x64; default: those here."
+    "topology", None, "Devices of --dry_run or --rehearse, as in h100x64 (default: those here)."
 )
 flags.DEFINE_float(
     "hang_seconds",
@@ -55,8 +55,8 @@ flags.DEFINE_string("profile", None, "START:STOP, the steps to trace into RUN_DI
 flags.DEFINE_string(
     "compile_cache",
     None,
-    "Folder of compiled programs, empty: none; default: JAX_COMPILATION_CACHE_DIR, else "
-    "~/.cache/ttcd_jax.",
+    "Folder of compiled programs, empty: none (default: JAX_COMPILATION_CACHE_DIR, else "
+    "~/.cache/ttcd_jax).",
 )
 
 RESUME_ME = 75  # EX_TEMPFAIL

@@ -1,4 +1,4 @@
-"""`ttcd COMMAND ...`, also `python -m ttcd_jax`: runs the module of a command, as `python -m` does."""
+"""`ttcd COMMAND ...`, or `python -m ttcd_jax COMMAND ...`: runs the module of a command."""
 
 import difflib
 import os

@@ -1,11 +1,11 @@
 """Writes token records from raw text, for runs on RecordsConfig (configs/data/records.gin).
 
-    python -m experiments.prepare_data --input=PATH --tokenizer=FILE.json|byte --output=FOLDER
-                                       [--glob=PATTERN] [--field=text] [--validation_percent=5]
-                                       [--validation_files=N] [--processes=N] [--samples_are_rows]
-    python -m experiments.prepare_data --source=NAME [--download=CACHE] ...
-    python -m experiments.prepare_data --input=PATH --train_tokenizer=VOCAB_SIZE --output=FILE.json
-    python -m experiments.prepare_data --verify=FOLDER
+    ttcd prepare --input=PATH --tokenizer=FILE.json|byte --output=FOLDER
+                 [--glob=PATTERN] [--field=text] [--validation_percent=5]
+                 [--validation_files=N] [--processes=N] [--samples_are_rows]
+    ttcd prepare --source=NAME [--download=CACHE] ...
+    ttcd prepare --input=PATH --train_tokenizer=VOCAB_SIZE --output=FILE.json
+    ttcd prepare --verify=FOLDER
 
 PATH is a file or a folder of
     .txt                a document each
@@ -60,17 +60,17 @@ from ttcd_jax.files import whole_folder, write_whole
 FLAGS = flags.FLAGS
 flags.DEFINE_string("input", None, "A file or a folder of documents.")
 flags.DEFINE_string("source", None, "A data set of the hub, instead of --input.")
-flags.DEFINE_string("download", None, "The folder for --source; default: the hub's cache.")
+flags.DEFINE_string("download", None, "The folder for --source (default: the hub's cache).")
 flags.DEFINE_string("output", None, "The folder to make; with --train_tokenizer the file.")
 flags.DEFINE_string("tokenizer", None, "byte, or the path of a tokenizer.json.")
 flags.DEFINE_integer("train_tokenizer", None, "Make a tokenizer with this number of tokens.")
 flags.DEFINE_string("verify", None, "A folder of records whose digests to check.")
-flags.DEFINE_string("glob", None, "Files of a folder; default: all of the one kind it holds.")
+flags.DEFINE_string("glob", None, "Files of a folder (default: all of the one kind it holds).")
 flags.DEFINE_string("field", "text", "Key or column of the text or the token ids.")
 flags.DEFINE_integer("validation_percent", 5, "Documents held out, unless the input has splits.")
 flags.DEFINE_integer("validation_files", 0, "Hold out the last files instead.", lower_bound=0)
 flags.DEFINE_bool("samples_are_rows", False, "Each sample of token ids is one row of the run.")
-flags.DEFINE_integer("processes", None, "Default: one for each core.", lower_bound=1)
+flags.DEFINE_integer("processes", None, "Workers (default: one for each core).", lower_bound=1)
 
 _PROGRESS_SECONDS = 10.0
 _TOKENIZER_BYTES = 2**32  # of files: a tokenizer counts their words in memory

@@ -35,9 +35,8 @@ def main(argv: list[str]) -> None:
     config = load_config(root, argv[1], FLAGS.param, **options)
     places: dict[str, list[str]] = {}
     for x in bindings.values():
-        places.setdefault(f"{x.owner}.{x.field}", []).append(
-            re.sub("^--param .*", "--param", x.where)
-        )
+        where = re.sub("^--param .*", "--param", x.where)
+        places.setdefault(f"{x.owner}.{x.field}", []).append(where)
     lines = [*_lines(config)]
     width = min(60, max(map(len, lines)))
     for line in lines:

@@ -137,7 +137,7 @@ def test_the_command_writes_its_numbers_and_a_bound_that_fails_is_exit_status_1(
         f"proposition.TOLERANCE = {tolerance}\n"
         "cli.run(proposition.main)\n"
     )
-    result = commands.run(program, "--num_draws=6", f"--out_dir={folder}")
+    result = commands.run(program, "--num_draws=6", f"--output={folder}")
     assert (result.returncode, result.stderr) == (status, "")
     verdict = ("held in every", "FAILED in an")[status]
     assert f"the bound {verdict} orthogonal case" in result.stdout

@@ -79,7 +79,7 @@ def write_report(
     for run in runs:
         if not (results[run.label] or run.metrics):
             raise UserError(
-                f"nothing was measured in {run.path}: train it, or run experiments.evaluate first"
+                f"nothing was measured in {run.path}: train it, or run ttcd evaluate first"
             )
     with coloured_by_run([run.label for run in runs]) as colours:
         sections = [

@@ -1,7 +1,7 @@
 """Trains several recipes with several seeds, evaluates all of them on the same texts, compares.
 
-    python -m experiments.study --gin=study/language.gin [--param="BOOKS='FOLDER'" ...]
-                                [--run_dir=DIR] [--only=NAME ...] [--records=FILE]
+    ttcd study --gin=study/language.gin [--param="BOOKS='FOLDER'" ...]
+               [--run_dir=DIR] [--only=NAME ...] [--records=FILE]
 
 --param binds fields of the study and of its evaluations (StudyConfig.seeds=(3,)), any other one
 those of all recipes and their controls. Every run has a folder DIR/NAME-SEED; the same command
@@ -18,7 +18,7 @@ from ttcd_jax.commands import cli
 FLAGS = flags.FLAGS
 flags.DEFINE_string("gin", None, "One of `ttcd recipes study`, or a path.", required=True)
 flags.DEFINE_multi_string("param", [], "A binding of the study or of all its recipes.")
-flags.DEFINE_string("run_dir", None, "Default: runs/study-<name of the gin file>.")
+flags.DEFINE_string("run_dir", None, "The folder (default: runs/study-<name of the gin file>).")
 flags.DEFINE_string("records", None, "Write a JSON line per row, for the tables of pages.")
 flags.DEFINE_multi_string("only", [], "Train and evaluate only this recipe; repeat for more.")
 

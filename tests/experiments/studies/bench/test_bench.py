@@ -71,7 +71,7 @@ CHECKS = {"step": step, "data": data, "prefill": prompts, "decode": decoding}
 @pytest.mark.parametrize("case", CHECKS)
 def test_a_case_writes_its_table_and_report(case, tmp_path):
     file = tmp_path / "report.json"
-    result = commands.run("bench", case, "--quick", "--rounds=2", f"--json={file}")
+    result = commands.run("bench", case, "--quick", "--rounds=2", f"--output={file}")
     assert (result.returncode, result.stderr) == (0, "")
     report = json.loads(file.read_text())
     assert report["environment"]["device"] in result.stdout
