@@ -31,6 +31,7 @@ from ttcd_jax import storage, units
 from ttcd_jax.commands import cli
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import check_unused, write_json
+from ttcd_jax.terminal import Progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -266,10 +267,12 @@ def _read(generation: "Generation") -> str:
     seconds."""
     begin = reported = time.monotonic()
     num_read, total = 0, generation.num_prompt_tokens
+    progress = Progress(sys.stderr, total)
     for num_read in generation.read():
         if time.monotonic() - reported > _PROGRESS_SECONDS and num_read < total:
-            reported = time.monotonic()
-            _say(f"{num_read:,} of {total:,} tokens read")
+            reported, left = time.monotonic(), progress.left(num_read)
+            progress.show(f"{num_read:,} of {total:,} tokens read{left and f', {left}'}")
+    progress.end()
     rate = num_read / (time.monotonic() - begin)
     return f"read {num_read:,} tokens ({rate:,.0f}/s with compilation)"
 

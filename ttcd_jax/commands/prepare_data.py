@@ -56,6 +56,7 @@ from ttcd_jax.data.records import prepare_records, stored_tokens, verify_records
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import whole_folder, write_whole
+from ttcd_jax.terminal import Progress
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("input", None, "A file or a folder of documents.")
@@ -107,7 +108,7 @@ def _prepare() -> None:
             samples_are_rows=FLAGS.samples_are_rows,
             on_progress=progress.add,
         )
-    progress.show()
+    progress.show(is_last=True)
     _print_manifest(folder, manifest)
 
 
@@ -143,24 +144,25 @@ class _Progress:
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes, self._num_tokens = num_bytes, 0
         self._start = self._shown = time.monotonic()
-        self._bytes_before = 0  # of text whose tokens were stored
+        self._line = Progress(sys.stderr, num_bytes, start=0)
 
     def add(self, num_tokens: int) -> None:
-        if not num_tokens:
-            self._start, self._bytes_before = time.monotonic(), bytes_read()
+        if not num_tokens:  # text whose tokens were stored has been read
+            self._start = time.monotonic()
+            self._line = Progress(sys.stderr, self._num_bytes, bytes_read())
         self._num_tokens += num_tokens
-        if time.monotonic() - self._shown > _PROGRESS_SECONDS:
+        if time.monotonic() - self._shown > (0.2 if self._line.is_live else _PROGRESS_SECONDS):
             self.show()
 
-    def show(self) -> None:
+    def show(self, is_last: bool = False) -> None:
         self._shown = time.monotonic()
         seconds, done = max(self._shown - self._start, 1e-9), bytes_read()
         line = f"{self._num_tokens:,} tokens, {self._num_tokens / seconds:,.0f} tokens/s"
+        left = self._line.left(done)
         if 0 < done <= self._num_bytes:
             line += f", {done / self._num_bytes:.1%} of {units.size(self._num_bytes)}"
-            if new := done - self._bytes_before:
-                line += f", {units.clock((self._num_bytes - done) / new * seconds)} left"
-        _say(line)
+            line += left and f", {left}"
+        self._line.show(line, is_last)
 
 
 def _say(line: str) -> None:

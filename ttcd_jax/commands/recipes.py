@@ -10,9 +10,11 @@ import re
 from pathlib import Path
 
 from ttcd_jax.commands import cli
+from ttcd_jax.errors import UserError
 
 
 def main(argv: list[str]) -> None:
+    is_found = False
     for command in ("launch", "study"):
         found = {
             name: header.partition("\n")[0]
@@ -22,15 +24,19 @@ def main(argv: list[str]) -> None:
         width = max(map(len, found), default=0)
         for name, title in found.items():
             print(f"ttcd {command} --gin={name:<{width}}  {title}")
+        is_found = is_found or bool(found)
+    if not is_found:
+        raise UserError(f"no recipe has all of the words {' '.join(argv[1:])}: give fewer")
 
 
 def recipes(folder: Path, command: str) -> dict[str, str]:
     """By name the headers of files that such a command reads."""
     found = {}
     for path in sorted(folder.rglob("*.gin"), key=lambda x: (len(x.parts), x)):
-        header = re.match("(#.*\n)*", path.read_text(encoding="utf-8"))[0]
+        text = path.read_text(encoding="utf-8")
+        header = "\n".join(re.findall(r"(?m)^# ?(.*)", text))
         if f"experiments.{command} " in header:
-            found[path.relative_to(folder).as_posix()] = re.sub("(?m)^# ?", "", header)
+            found[path.relative_to(folder).as_posix()] = header
     return found
 
 
