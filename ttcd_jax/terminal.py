@@ -22,6 +22,11 @@ def say(line: str) -> None:
     _print(units.printable(line) + "\n", sys.stdout)
 
 
+def note(line: str) -> None:
+    """The same on standard error."""
+    _print(units.printable(line) + "\n", sys.stderr)
+
+
 class Progress:
     """A line of the first process, at a terminal with a bar and overwritten by the next one, and
     the time left of `total` units of work by their rate since the first call of `left`, which comes

@@ -146,22 +146,21 @@ def define_distributed() -> None:
     )
 
 
-def recipe_options(_: Sequence[str]) -> str | None:
+def recipe_options(_: Sequence[str]) -> str:
     """For --help: what the file of --gin leaves to --param by a name."""
     from ttcd_jax.run.bindings import find_gin_file, read_file
 
-    if flags.FLAGS.gin is None:
-        return None
-    bindings = read_file(find_gin_file(flags.FLAGS.gin, CONFIG_DIR), CONFIG_DIR).values()
+    if (name := flags.FLAGS.gin) is None:
+        return ""
+    bindings = read_file(find_gin_file(name, CONFIG_DIR), CONFIG_DIR).values()
     lines = [f'  --param="{x.owner}={x.value!r}"' for x in bindings if not x.field]
-    all_of_it = f"any field of `ttcd show {flags.FLAGS.gin}` can be bound as well"
-    return "\n".join([f"\nvalues of {flags.FLAGS.gin}, {all_of_it}:", *lines, ""])
+    return "\n".join([f"\nvalues of {name}, besides all that `ttcd show {name}` has:", *lines, ""])
 
 
-def command_line(command: str, module: str = "") -> str:
+def command_line(command: str) -> str:
     """The command as the user has written it."""
     is_old = "experiments" in sys.modules
-    program = ["python", "-m", f"experiments.{module or command}"] if is_old else ["ttcd", command]
+    program = ("python", "-m", f"experiments.{command}") if is_old else ("ttcd", command)
     return shlex.join([*program, *sys.argv[1:]])
 
 
@@ -244,10 +243,8 @@ def _show_options(options: OptionsOf, command_line: list[str]) -> None:
     with contextlib.suppress(flags.Error):  # a required flag may be missing
         rest = flags.FLAGS(line, known_only=True)
     import_modules(flags.FLAGS["import"].value or ())
-    config = options(rest)
-    if config is None or isinstance(config, str):
-        print(config or "", end="")
-        return
+    if (config := options(rest)) is None or isinstance(config, str):
+        return print(config or "", end="")
     print(f"\n{inspect.getdoc(config)}\n\noptions and their defaults:")
     for field in dataclasses.fields(config):
         default = "VALUE" if field.default is dataclasses.MISSING else field.default
@@ -259,7 +256,8 @@ def _parse_flags(
     names: Sequence[str] | None, options: OptionsOf | None, command_line: list[str]
 ) -> list[str]:
     flags.FLAGS.set_gnu_getopt(True)  # flags may follow arguments
-    for old in {x.removeprefix("--").partition("=")[0] for x in command_line} & {*_RENAMED}:
+    given = {x[2:].partition("=")[0] for x in command_line if x.startswith("--")}
+    for old in given & {*_RENAMED}:
         if old not in flags.FLAGS and (new := _RENAMED[old]) in flags.FLAGS:
             raise UserError(f"--{old} is called --{new} here: {flags.FLAGS[new].help}")
     try:

@@ -47,26 +47,21 @@ def main(argv: list[str]) -> None:
 def candidates(words: list[str]) -> list[str]:
     """What the last of the words after `ttcd` may become."""
     command, last = words[0], words[-1]
-    found = [*COMMANDS, "--help", "--version"]
-    if len(words) > 1 and command in COMMANDS:
-        name, equals, _ = last.partition("=")
-        kind = "study" if command == "study" else "launch"
-        if name == "--gin" and equals:
-            found = [f"--gin={recipe}" for recipe in recipes(cli.CONFIG_DIR, kind)]
-        elif name == "--task" and equals:
-            sources = sorted((_FOLDER.parent / "tasks").rglob("*.py"))
-            texts = "".join(path.read_text(encoding="utf-8") for path in sources)
-            found = [f"--task={task}" for task in re.findall(r'(?m)^    name = "(\w+)"$', texts)]
-        else:
-            found = _flags(command) if last.startswith("-") else _values(command)
+    launched, studied = (recipes(cli.CONFIG_DIR, kind) for kind in ("launch", "study"))
+    if len(words) == 1:
+        found = [*COMMANDS, "--help", "--version"]
+    elif last.startswith("--gin="):
+        found = [f"--gin={name}" for name in (studied if command == "study" else launched)]
+    elif last.startswith("--task="):
+        sources = sorted((_FOLDER.parent / "tasks").rglob("*.py"))
+        texts = "".join(path.read_text(encoding="utf-8") for path in sources)
+        found = [f"--task={name}" for name in re.findall(r'(?m)^    name = "(\w+)"$', texts)]
+    elif last.startswith("-") and command in COMMANDS:
+        found = _flags(command)
+    else:
+        values = {"convert": ("import", "export"), "completion": _SCRIPTS}
+        found = values.get(command, {**launched, **studied} if command == "show" else ())
     return [word for word in found if word.startswith(last)]
-
-
-def _values(command: str) -> list[str]:
-    values = {"convert": ["import", "export"], "completion": [*_SCRIPTS]}
-    if command == "show":
-        return [*recipes(cli.CONFIG_DIR, "launch"), *recipes(cli.CONFIG_DIR, "study")]
-    return values.get(command, [])
 
 
 def _flags(command: str) -> list[str]:

@@ -25,8 +25,6 @@ and what was measured is not measured again.
 All devices are used; of several processes the first prints and writes.
 """
 
-import sys
-
 from absl import flags
 
 from ttcd_jax.commands import cli
@@ -55,6 +53,7 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.run.model_changes import describe
     from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
     from ttcd_jax.tasks import find_task
+    from ttcd_jax.terminal import note
     from ttcd_jax.train.watchdog import Watchdog
     from ttcd_jax.units import printable
 
@@ -64,8 +63,7 @@ def main(argv: list[str]) -> None:
     task = rebound(cli.parse_options(kind, f"task {FLAGS.task}", argv[1:]), own)
     data = RunDirectory(FLAGS.run_dir).read_part("data")
     mesh_config = cli.parse_options(MeshConfig, "--mesh", FLAGS.mesh)
-    text = f"loading {FLAGS.run_dir}; programs are compiled at the first rows of {task.title}"
-    print(printable(text), file=sys.stderr, flush=True)
+    note(f"loading {FLAGS.run_dir}; programs are compiled at the first rows of {task.title}")
     cli.connect()
     with Watchdog(jax.process_count()), jax.set_mesh(build_mesh(mesh_config)):
         run = load_run(FLAGS.run_dir, FLAGS.step, params)

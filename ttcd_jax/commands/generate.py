@@ -31,7 +31,7 @@ from ttcd_jax import storage, units
 from ttcd_jax.commands import cli
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import check_unused, write_json
-from ttcd_jax.terminal import Progress
+from ttcd_jax.terminal import Progress, note
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.inference.saved_state import save_state
     from ttcd_jax.run.directory import load_run
 
-    _say(f"loading {FLAGS.run_dir}; its programs are compiled at the first text")
+    note(f"loading {FLAGS.run_dir}; its programs are compiled at the first text")
     cli.keep_programs(None)
     run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
     if run.tokenizer is None:
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> None:
     texts = _texts(generation)
     if FLAGS.save_state is not None:
         save_state(folder := storage.to_path(FLAGS.save_state), generation.model, generation.state)
-        _say(f"saved in {folder.absolute()}: {_tokens_read(generation.state)}")
+        note(f"saved in {folder.absolute()}: {_tokens_read(generation.state)}")
     if FLAGS.output is not None:
         record = {"run_dir": storage.shown(storage.to_path(FLAGS.run_dir)), "step": run.step}
         record |= {"changes": FLAGS.param} if FLAGS.param else {}
@@ -219,7 +219,7 @@ def _state(model: "InferenceModel", num_rows: int) -> "InferenceState | None":
             f"--load_state={FLAGS.load_state} has {len(state.position)} rows, and there "
             f"are {num_rows} prompts: pass one for each row"
         )
-    _say(f"{FLAGS.load_state}: {_tokens_read(state)}")
+    note(f"{FLAGS.load_state}: {_tokens_read(state)}")
     return state
 
 
@@ -248,7 +248,7 @@ def _texts(generation: "Generation") -> list[dict[str, Any]]:
         rate = later / (time.monotonic() - first)
         spoken.append(f"generated {later + len(texts):,} ({rate:,.0f}/s)")
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(generation.state))
-    _say(", ".join([*spoken, f"state {units.size(size)}"]))
+    note(", ".join([*spoken, f"state {units.size(size)}"]))
     return texts
 
 
@@ -284,10 +284,6 @@ def _given(*names: str) -> dict[str, Any]:
 
 def _tokens_read(state: "InferenceState") -> str:
     return f"{', '.join(f'{count:,}' for count in state.position.tolist())} tokens read"
-
-
-def _say(line: str) -> None:
-    print(units.printable(line), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ from ttcd_jax.data.records import prepare_records, stored_tokens, verify_records
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import whole_folder, write_whole
-from ttcd_jax.terminal import Progress
+from ttcd_jax.terminal import Progress, note
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("input", None, "A file or a folder of documents.")
@@ -99,7 +99,7 @@ def _prepare() -> None:
     progress = _Progress(input_bytes(corpus))
     with whole_folder(folder, stored_tokens) as unfinished:
         if stored := stored_tokens(unfinished):
-            _say(f"{stored:,} tokens are stored: reading their text again")
+            note(f"{stored:,} tokens are stored: reading their text again")
         manifest = prepare_records(
             corpus,
             config,
@@ -165,10 +165,6 @@ class _Progress:
         self._line.show(line, is_last)
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _train_tokenizer() -> None:
     path = storage.copy_of(FLAGS.output)
     if path.exists():
@@ -177,7 +173,7 @@ def _train_tokenizer() -> None:
     documents = (d for split, d in stream_documents(corpus, ("train",)) if split == "train")
     step = 1 + input_bytes(corpus, ("train",)) // _TOKENIZER_BYTES
     if step > 1:
-        _say(f"one document of {step} is read, about {units.size(_TOKENIZER_BYTES)} of the input")
+        note(f"one document of {step} is read, about {units.size(_TOKENIZER_BYTES)} of the input")
     chosen = itertools.islice(documents, None, None, step)
     texts = (tokenizer.decoded(d.text, name=f"{d.name}: ") for d in chosen)
     write_whole(path, tokenizer.train_tokenizer(texts, FLAGS.train_tokenizer))

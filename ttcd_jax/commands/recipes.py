@@ -14,7 +14,7 @@ from ttcd_jax.errors import UserError
 
 
 def main(argv: list[str]) -> None:
-    is_found = False
+    num_found = 0
     for command in ("launch", "study"):
         found = {
             name: header.partition("\n")[0]
@@ -24,8 +24,8 @@ def main(argv: list[str]) -> None:
         width = max(map(len, found), default=0)
         for name, title in found.items():
             print(f"ttcd {command} --gin={name:<{width}}  {title}")
-        is_found = is_found or bool(found)
-    if not is_found:
+        num_found += len(found)
+    if not num_found:
         raise UserError(f"no recipe has all of the words {' '.join(argv[1:])}: give fewer")
 
 
