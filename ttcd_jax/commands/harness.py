@@ -14,10 +14,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from absl import logging
 
-from ttcd_jax.commands import cli
+from ttcd_jax.commands import cli  # says that the next ones are loaded
 from ttcd_jax.config import closest
 from ttcd_jax.errors import UserError
 from ttcd_jax.measure.scorer import Scorer
@@ -29,6 +28,7 @@ try:
     from ttcd_jax.measure import harness  # before lm_eval: it is offline from then on
 except ImportError as error:
     sys.exit(f"error: {error}: install ttcd_jax[harness]")
+import jax
 import lm_eval.__main__
 import lm_eval.api.registry
 
