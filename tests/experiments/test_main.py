@@ -93,13 +93,12 @@ def test_what_show_prints_is_the_recipe_whole(name, root, tmp_path):
         assert field in (CONFIG_DIR / file).read_text().splitlines()[int(number) - 1]
     if root is RunConfig:
         changed = commands.output("show", "evidence.gin", "--param=RunConfig.steps=7")
-        assert re.search(r"(?m)^RunConfig.steps = 7 +# --param$", changed)
+        assert re.search(r"(?m)^RunConfig.steps = 7 +# --param RunConfig.steps=7$", changed)
 
 
 def test_recipes_are_found_by_all_words():
-    found, everything = (
-        _ttcd("recipes", *x).stdout.splitlines() for x in (["Evidence", "DELTA"], [])
-    )
+    words = (("Evidence", "DELTA"), ())
+    found, everything = (_ttcd("recipes", *x).stdout.splitlines() for x in words)
     assert set() < {*found} < {*everything}
     names = {line.split()[2].removeprefix("--gin=") for line in everything}
     assert 100 < len(names) == len(everything)

@@ -7,7 +7,6 @@ has the default of its class.
 """
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,8 +34,7 @@ def main(argv: list[str]) -> None:
     config = load_config(root, argv[1], FLAGS.param, **options)
     places: dict[str, list[str]] = {}
     for x in bindings.values():
-        where = re.sub("^--param .*", "--param", x.where)
-        places.setdefault(f"{x.owner}.{x.field}", []).append(where)
+        places.setdefault(f"{x.owner}.{x.field}", []).append(x.where)
     lines = [*_lines(config)]
     width = min(60, max(map(len, lines)))
     for line in lines:
