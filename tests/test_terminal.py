@@ -1,5 +1,7 @@
 """Lines on the terminal."""
 
+import contextlib
+import io
 import os
 import pty
 import termios
@@ -31,15 +33,16 @@ def test_a_terminal_gets_a_coloured_bar_that_fits_and_a_log_plain_lines(capsys):
                 progress.left(done)
                 progress.show(f"row {done}\x1b[2J {'long ' * 20}", is_last=is_kept and done == 10)
             progress.end()
-        drawn = os.read(ours, 10_000).decode()
-    kept, cleared = drawn.split("\r\n")
+    drawn = b""
+    with contextlib.suppress(OSError):  # the end
+        while part := os.read(ours, 10_000):
+            drawn += part
+    kept, cleared = drawn.decode().split("\r\n")
     frames = [frame for frame in kept.split("\r") if "row" in frame]
     assert ["█" * 10 + " " * 10 in x for x in frames] == [True, False, False]
     assert all(x.startswith("\x1b[32m") and "\\x1b[2J long" in x for x in frames)
     assert max(len(x.replace("\x1b[32m", "").replace("\x1b[0m", "")) for x in frames) <= 48
     assert cleared.split("\r")[-2].strip() == ""
-    import io
-
     log = io.StringIO()
     terminal.Progress(log, 10).show("row 5\x1b[2J")
     assert log.getvalue() == "row 5\\x1b[2J\n"

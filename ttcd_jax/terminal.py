@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import TextIO
+from types import SimpleNamespace
+from typing import Any, TextIO
 
 from absl import logging
 from tqdm import tqdm
@@ -77,15 +78,10 @@ def _bar(stream: TextIO, total: float) -> tqdm:
     has_width = os.get_terminal_size(stream.fileno()).columns > 0
     options = {"dynamic_ncols": has_width, "colour": None if is_plain else "green"}
     form = "{bar:20} {percentage:.0f}%  {desc}"
-    return tqdm(total=max(total, 1), file=_Terminal(stream), bar_format=form, **options)
-
-
-class _Terminal:
-    """A stream as it was before control characters were escaped (`commands.cli`)."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.encoding, self.flush, self.fileno = stream.encoding, stream.flush, stream.fileno
-        self.write = type(stream).write.__get__(stream)
+    # The stream as it was before control characters were escaped (`commands.cli`).
+    names = {name: getattr(stream, name) for name in ("encoding", "flush", "fileno")}
+    raw: Any = SimpleNamespace(**names, write=type(stream).write.__get__(stream))
+    return tqdm(total=max(total, 1), file=raw, bar_format=form, **options)
 
 
 @contextlib.contextmanager

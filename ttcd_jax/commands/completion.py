@@ -7,7 +7,6 @@ A path is completed by the shell.
 """
 
 import re
-import shlex
 from pathlib import Path
 
 from ttcd_jax.commands import cli
@@ -35,11 +34,7 @@ def main(argv: list[str]) -> None:
     if not line:
         print(_SCRIPTS[shell].replace("SHELL", shell), end="")
         return
-    try:
-        words = shlex.split(line[0])[1:]
-    except ValueError:  # an open quote
-        return
-    words += [""] * line[0].endswith(" ")
+    words = line[0].split()[1:] + [""] * line[0].endswith(" ")
     last = words[-1].partition("=")[0] + "=" if shell == "bash" and "=" in words[-1] else ""
     print("\n".join(word.removeprefix(last) for word in candidates(words)))
 

@@ -14,19 +14,16 @@ from ttcd_jax.errors import UserError
 
 
 def main(argv: list[str]) -> None:
-    num_found = 0
-    for command in ("launch", "study"):
-        found = {
-            name: header.partition("\n")[0]
-            for name, header in recipes(cli.CONFIG_DIR, command).items()
-            if all(word.lower() in f"{name} {header}".lower() for word in argv[1:])
-        }
-        width = max(map(len, found), default=0)
-        for name, title in found.items():
-            print(f"ttcd {command} --gin={name:<{width}}  {title}")
-        num_found += len(found)
-    if not num_found:
+    found = {
+        f"ttcd {command} --gin={name}": header.partition("\n")[0]
+        for command in ("launch", "study")
+        for name, header in recipes(cli.CONFIG_DIR, command).items()
+        if all(word.lower() in f"{name} {header}".lower() for word in argv[1:])
+    }
+    if not found:
         raise UserError(f"no recipe has all of the words {' '.join(argv[1:])}: give fewer")
+    width = max(map(len, found))
+    print("\n".join(f"{line:<{width}}  {title}" for line, title in found.items()))
 
 
 def recipes(folder: Path, command: str) -> dict[str, str]:
