@@ -1,6 +1,7 @@
 """`ttcd COMMAND ...`, or `python -m ttcd_jax COMMAND ...`: runs the module of a command."""
 
 import difflib
+import importlib.metadata
 import os
 import runpy
 import sys
@@ -28,9 +29,7 @@ def main() -> None:
         lines = [f"  {command:<11} {text}" for command, (_, _, text) in COMMANDS.items()]
         print("ttcd COMMAND ...\n", *lines, "\nttcd COMMAND --help: its flags", sep="\n")
     elif name == "--version":
-        from ttcd_jax import __version__
-
-        print(f"ttcd {__version__}")
+        print(f"ttcd {importlib.metadata.version('ttcd-jax')}")
     elif name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
