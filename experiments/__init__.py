@@ -1,5 +1,7 @@
-"""The commands. Of a checkout also the studies: `experiments.mad` is `experiments.studies.mad`."""
+"""A checkout's commands, `experiments.launch` is `ttcd_jax.commands.launch`, and its studies."""
 
 from pathlib import Path
 
-__path__.append(str(Path(__file__).parent / "studies"))
+from ttcd_jax import commands
+
+__path__.extend([str(Path(__file__).parent / "studies"), *commands.__path__])

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 IMPORTED = (
     *("ttcd_jax.run.training", "ttcd_jax.measure.results", "ttcd_jax.inference.generate"),
     *("ttcd_jax.run.bindings", "ttcd_jax.measure.page", "ttcd_jax.measure.pictures"),
-    "experiments.plan",
+    "ttcd_jax.commands.plan",
 )
 # XLA's CPU backend spends most of the suite in LLVM's optimizer and in MLIR passes over every
 # fusion: level 0, the older emitters and one piece of code per program compile several times

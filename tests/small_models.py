@@ -5,8 +5,8 @@ import re
 import types
 from pathlib import Path
 
-from experiments.cli import CONFIG_DIR
 from ttcd_jax import OptimizerConfig, Precision, RunConfig, TransformerConfig
+from ttcd_jax.commands.cli import CONFIG_DIR
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.methods import METHODS

@@ -14,7 +14,7 @@ from damage import fuzz, fuzz_file
 from safetensors.numpy import save
 from small_models import byte_model, config_of
 
-from experiments import cli
+from ttcd_jax.commands import cli
 from ttcd_jax.data.sources import TextConfig, text_records
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import DataError, UserError

@@ -31,7 +31,7 @@ MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 60, 150
 # Who may import whom, within the project: a folder itself and those before it, besides what is low.
 ORDER = (
     *("sharding", "nn", "memory", "methods", "models", "train", "inference", "measure", "tasks"),
-    *("interop", "run"),
+    *("interop", "run", "commands"),
 )
 LOW = (
     *("ttcd_jax.allocation", "ttcd_jax.axes", "ttcd_jax.config", "ttcd_jax.errors"),
@@ -48,10 +48,11 @@ for _rank, _folder in enumerate(ORDER):
     _before = [f"ttcd_jax.{name}" for name in ORDER[: _rank + 1]]
     _data = ["ttcd_jax.data"] * (_rank >= ORDER.index("train"))
     MAY_IMPORT[f"ttcd_jax/{_folder}"] = (*LOW, *_before, *_data)
+MAY_IMPORT["ttcd_jax/commands"] += ("experiments.studies",)  # `report` alone
 # The files that alone may import a package.
 IMPORTED_IN = {
-    "experiments.studies": ("experiments/studies/", "experiments/report/", "tests/"),
-    "experiments": ("experiments/", "tests/"),
+    "experiments.studies": ("experiments/", "ttcd_jax/commands/report/", "tests/"),
+    "experiments": ("experiments/", "ttcd_jax/commands/report/", "tests/"),
     "tests": ("experiments/", "tests/"),
     "gin": ("ttcd_jax/run/bindings.py",),
     "ttcd_jax.train.loop": ("ttcd_jax/run/", "experiments/", "tests/"),

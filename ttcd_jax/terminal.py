@@ -4,11 +4,14 @@ import contextlib
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from typing import TextIO
+from types import SimpleNamespace
+from typing import Any, TextIO
 
 from absl import logging
+from tqdm import tqdm
 
 from ttcd_jax import units
 
@@ -20,14 +23,20 @@ def say(line: str) -> None:
     _print(units.printable(line) + "\n", sys.stdout)
 
 
+def note(line: str) -> None:
+    """The same on standard error."""
+    _print(units.printable(line) + "\n", sys.stderr)
+
+
 class Progress:
-    """A line of the first process, at a terminal overwritten by the next one, and the time left of
-    `total` units of work by their rate since the first call of `left`, which comes after
-    compilation. At that call the rate since `start` units counts, if it is given."""
+    """A line of the first process, at a terminal with a bar and overwritten by the next one, and
+    the time left of `total` units of work by their rate since the first call of `left`, which comes
+    after compilation. At that call the rate since `start` units counts, if it is given."""
 
     def __init__(self, stream: TextIO, total: float, start: float = math.nan) -> None:
         self._stream, self._total = stream, total
         self.is_live = stream is not None and stream.isatty()
+        self._bar: tqdm | None = None
         self._first: tuple[float, float] | None = None
         self.last = (start, time.monotonic())  # (work, seconds) at the last call of `left`
 
@@ -42,8 +51,37 @@ class Progress:
 
     def show(self, line: str, is_last: bool = False) -> None:
         """Shows a line; at a terminal, none overwrites the last one."""
-        start, end = ("\r\x1b[K", "\n" if is_last else "") if self.is_live else ("", "\n")
-        _print(f"{start}{units.printable(line)}{end}", self._stream)
+        line = units.printable(line)
+        if not self.is_live:
+            _print(line + "\n", self._stream)
+        elif _is_first():
+            with _writing(self._stream):
+                self._bar = self._bar or _bar(self._stream, self._total)
+                self._bar.n = max(0, self.last[0])  # 0 where that is NaN
+                self._bar.set_description_str(line)
+            if is_last:
+                self.end(is_kept=True)
+
+    def end(self, is_kept: bool = False) -> None:
+        """At a terminal, clears the line, or keeps it."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.leave = is_kept
+            with _writing(self._stream):
+                bar.close()
+
+
+def _bar(stream: TextIO, total: float) -> tqdm:
+    tqdm.monitor_interval = 0  # no thread
+    tqdm.set_lock(threading.RLock())  # no semaphore of several processes
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    has_width = os.get_terminal_size(stream.fileno()).columns > 0
+    options = {"dynamic_ncols": has_width, "colour": None if is_plain else "green"}
+    form = "{bar:20} {percentage:.0f}%  {desc}"
+    # The stream as it was before control characters were escaped (`commands.cli`).
+    names = {name: getattr(stream, name) for name in ("encoding", "flush", "fileno")}
+    raw: Any = SimpleNamespace(**names, write=type(stream).write.__get__(stream))
+    return tqdm(total=max(total, 1), file=raw, bar_format=form, **options)
 
 
 @contextlib.contextmanager
@@ -62,11 +100,21 @@ def say_started() -> None:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    import jax  # the first phase imports it
-
-    try:
-        if jax.process_index() == 0:
+    if _is_first():
+        with _writing(stream):
             print(text, end="", file=stream, flush=True)
+
+
+def _is_first() -> bool:
+    """Whether this is the only process, or the first; asks for no device."""
+    jax = sys.modules.get("jax")
+    return jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def _writing(stream: TextIO) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         # Python's buffer is discarded: flushing it at exit would replace the exit status.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

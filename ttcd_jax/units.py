@@ -3,11 +3,10 @@
 import re
 from collections.abc import Collection
 
-_CLEARED = "\r\x1b[K"  # of our own: a line that the next one overwrites
 _CONTROLS = re.compile(
-    "\r\x1b\\[K|[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-OF_OUTPUT = ("\n", "\t", _CLEARED)
+OF_OUTPUT = ("\n", "\t")
 _SCALES = (("G", 2**30), ("M", 2**20), ("K", 2**10))
 
 

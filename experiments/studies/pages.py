@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import cli
+from ttcd_jax.commands import cli
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import parse_json, write_whole
 from ttcd_jax.measure.pictures import plot_lines

@@ -13,7 +13,7 @@ import jax
 from absl import flags
 from ttcd_kernels.measure import environment
 
-from experiments import cli, plan
+from ttcd_jax.commands import cli, plan
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import parse_json
 from ttcd_jax.run.bindings import load_config

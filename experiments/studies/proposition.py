@@ -1,6 +1,6 @@
 """Proposition 1: how a fact that only the teacher saw affects a later query.
 
-    python -m experiments.proposition [--out_dir=runs/proposition] [--num_draws=200] [--seed=0]
+    python -m experiments.proposition [--output=runs/proposition] [--num_draws=200] [--seed=0]
 
 A span is inside the teacher's and outside the student's window of a query q1 (chunk i1). A later
 query q2 (chunk i2) has a key like q1's. With features z(T), z(S) of teacher and student, y = z W_i1
@@ -14,7 +14,6 @@ it is an equality. Random blocks with the ideal memory read random rows in float
 keys and, in chunks of one token, others. Exit status 1 if an orthogonal case breaks it.
 """
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ from flax import nnx
 from ttcd_kernels.measure import environment
 from ttcd_kernels.table import format_table
 
-from experiments import cli
+from ttcd_jax.commands import cli
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_json
 from ttcd_jax.methods.ideal import IdealMemoryConfig
@@ -33,9 +32,10 @@ from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.nn.block import Block
 from ttcd_jax.nn.row import Row
 from ttcd_jax.precision import Precision
+from ttcd_jax.storage import to_path
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("out_dir", "runs/proposition", "Folder for the numbers.")
+flags.DEFINE_string("output", "runs/proposition", "Folder for the numbers.")
 flags.DEFINE_integer("seed", 0, "Of blocks and sequences.", lower_bound=0)
 flags.DEFINE_integer("num_draws", 200, "Blocks and sequences per setting.", lower_bound=1)
 
@@ -172,7 +172,7 @@ def summary(measured: Measured) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     jax.config.update("jax_enable_x64", True)
-    file, rows = Path(FLAGS.out_dir) / "proposition.json", []
+    file, rows = to_path(FLAGS.output) / "proposition.json", []
     report = {"seed": FLAGS.seed, "num_draws": FLAGS.num_draws, "eta": ETA}
     report |= {"environment": environment(), "rows": rows}
     write_json(file, report)  # an error is reported before the work
@@ -186,7 +186,7 @@ def main(argv: list[str]) -> None:
     is_held = not any(row["below_bound"] for row in rows if not row["overlap"])
     write_json(file, report | {"bound_held": is_held})
     verdict = "held in every" if is_held else "FAILED in an"
-    print(f"\nthe bound {verdict} orthogonal case; numbers in {FLAGS.out_dir}")
+    print(f"\nthe bound {verdict} orthogonal case; numbers in {FLAGS.output}")
     raise SystemExit(int(not is_held))
 
 

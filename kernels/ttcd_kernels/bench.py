@@ -1,7 +1,7 @@
 """Measures the kernels and their peers: tables on stdout, JSON with device, versions and clocks.
 
     python -m ttcd_kernels.bench [--op dual_window ...] [--shapes tiny|cpu|paper] [--case NAME ...]
-                                 [--implementation NAME ...] [--times_only] [--json FILE]
+                                 [--implementation NAME ...] [--times_only] [--output FILE]
 
 All ops by default. First every implementation is compared with XLA's in float64 (`parity`: small
 odd shapes; `--times_only` leaves it out, after `check`), then timed. Times are medians of rounds in
@@ -23,7 +23,9 @@ from ttcd_kernels.table import format_table, write_json
 def main(arguments: list[str] | None = None) -> None:
     about = "Parity, time and device memory of the kernels and their peers."
     parser = cases.parser_of("bench", about, shapes="tiny")
-    parser.add_argument("--implementation", nargs="+", default=[], help="default: all")
+    parser.add_argument(
+        "--implementation", nargs="+", default=[], help="which of them (default: all)"
+    )
     parser.add_argument("--times_only", action="store_true", help="without the comparison")
     options = cases.parsed(parser, arguments)
     names, report = options.implementation, {"environment": cases.environment()}
@@ -44,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"\n{format_table(rows)}", flush=True)
         ops[name]["shapes"].append(case._asdict())
         ops[name]["rows"] += rows
-        write_json(report, options.json)  # after every case: a long run may be cut off
+        write_json(report, options.output)  # after every case: a long run may be cut off
     failed = dict.fromkeys(
         row["implementation"]
         for name, found in ops.items()

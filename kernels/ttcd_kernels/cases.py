@@ -34,25 +34,27 @@ def parser_of(
     program = f"python -m ttcd_kernels.{command}"
     parser = ArgumentParser(program, description=about, allow_abbrev=False)
     parser.add_argument("--op", choices=OPS, nargs="+", default=[*ops], help="kernels of these ops")
-    parser.add_argument("--json", type=Path, help="file for the report, written as it grows")
+    parser.add_argument("--output", type=Path, help="file for the report, written as it grows")
     if shapes is not None:
         sets = ("tiny", "cpu", "paper")
         parser.add_argument("--shapes", choices=sets, default=shapes, help="set of shapes")
-        parser.add_argument("--case", nargs="+", default=[], help="names in the set; default: all")
+        parser.add_argument("--case", nargs="+", default=[], help="names in the set (default: all)")
     return parser
 
 
 def parsed(parser: ArgumentParser, arguments: list[str] | None) -> Namespace:
     """The options; processes that a command starts share a GPU. Ends the command where JAX finds no
     device, or refuses its variables."""
+    if any(x.startswith("--json") for x in (sys.argv[1:] if arguments is None else arguments)):
+        parser.error("--json is called --output here")
     options = parser.parse_args(arguments)
     if "shapes" in options:
         known = [case.name for op in options.op for case in OPS[op].SHAPES[options.shapes]]
         for name in options.case:
             if name not in known:
                 parser.error(f"--case: no {name!r} in {options.shapes}; it has {', '.join(known)}")
-    if options.json is not None and not options.json.parent.is_dir():
-        parser.error(f"--json: no folder {options.json.parent}; create it first")
+    if options.output is not None and not options.output.parent.is_dir():
+        parser.error(f"--output: no folder {options.output.parent}; create it first")
     if "job" in options:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
@@ -100,7 +102,7 @@ class Store(dict[tuple[str, ...], Row]):
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             wrong = f"is no report of this command ({error!r})"
         if wrong:
-            parser.error(f"--json: {file} {wrong}; name another file")
+            parser.error(f"--output: {file} {wrong}; name another file")
 
     def left(self, jobs: Sequence[Any], *, has_lost: bool = False) -> list[Any]:
         """The jobs without a row, and at the end, if wanted, those that were lost."""

@@ -1,6 +1,6 @@
 """Are the kernels right on this machine's GPU? A minute or two on 16 cores:
 
-    python -m ttcd_kernels.check [--json FILE] [--timeout 120] [--op OP ...]
+    python -m ttcd_kernels.check [--output FILE] [--timeout 120] [--op OP ...]
                                  [--implementation NAME ...]
 
 Each case of each implementation runs in its own process, which may crash or hang: forward and
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
         names = ", ".join(options.implementation)
         raise SystemExit(f"nothing to check: no op has an implementation {names} here")
     gpu = launch.capability()
-    store = cases.Store(parser, options.json, Job, capability=gpu)
+    store = cases.Store(parser, options.output, Job, capability=gpu)
     program, left = ("-m", "ttcd_kernels.check"), store.left(jobs, has_lost=True)
     for _ in store.run(program, left, options.timeout):
         pass

@@ -1,7 +1,8 @@
 """Times the Triton kernels of an op, each alone, with candidate tiles; the fastest belong in its
 `tuning.py`.
 
-    python -m ttcd_kernels.tune [--op dual_window] [--shapes paper] [--case NAME ...] [--json FILE]
+    python -m ttcd_kernels.tune [--op dual_window] [--shapes paper] [--case NAME ...]
+                               [--output FILE]
 
 One kernel is varied at a time. A tile has its own process, which may crash or hang. Processes
 compile at the same time and time in turn, while no other compiles (jax-triton keeps nothing that it
@@ -54,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     reason = launch.unavailable()
     if reason is not None:
         raise SystemExit(f"nothing to tune: {reason}")
-    store = cases.Store(parser, options.json, Job)
+    store = cases.Store(parser, options.output, Job)
     left = store.left(jobs(options))
     print(f"{len(left)} tiles to try, {len(store)} tried before", flush=True)
     with tempfile.NamedTemporaryFile() as turn:

@@ -181,7 +181,7 @@ def test_text_that_is_too_large_for_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("ttcd_jax.data.corpus.MAX_TEXT_BYTES", 1200)
     assert len(load_documents(config, "train")) == 2
     monkeypatch.setattr("ttcd_jax.data.corpus.MAX_TEXT_BYTES", 1199)
-    remedy = f"experiments.prepare_data --input={tmp_path} --tokenizer=tokenizer.json"
+    remedy = f"ttcd prepare --input={tmp_path} --tokenizer=tokenizer.json"
     refused(f"1.17 KiB of text and more|{remedy}", load_documents, config, "train")
 
 

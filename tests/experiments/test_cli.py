@@ -10,13 +10,13 @@ import commands
 import jax
 import pytest
 
-from experiments.cli import keep_programs
+from ttcd_jax.commands.cli import keep_programs
 from ttcd_jax.units import printable
 
 PROGRAM = """
     import sys
     from absl import flags
-    from experiments import cli
+    from ttcd_jax.commands import cli
     from ttcd_jax.errors import CheckpointError, DataError, UserError
 
     WIDTH = flags.DEFINE_integer("width", 3, "How wide.")
@@ -106,7 +106,7 @@ def test_success_and_help_leave_with_zero_without_loading_jax(command):
     result = command("pass", "--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert "--width: How wide." in result.stdout
-    loaded = "import sys, experiments.cli, ttcd_jax.run.bindings; print('jax' in sys.modules)"
+    loaded = "import sys, ttcd_jax.commands.cli, ttcd_jax.run.bindings; print('jax' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", loaded], text=True) == "False\n"
 
 
@@ -115,11 +115,12 @@ def test_help_has_the_options_of_what_is_chosen():
         "evaluate --task=ruler --help": "--lengths=4096",
         "evaluate --help --task=final_block": "Documents have `min_doc_tokens`",
         "bench step --help": "--rounds=5",
+        "launch --gin=quickstart.gin --help": '--param="STEPS=250"',
         **dict.fromkeys(("evaluate --help", "launch --help", "evaluate --task=absent --help"), ""),
     }
     for line, words in expected.items():
         shown = commands.output(*line.split())
-        assert ("options and their defaults:" in shown) == bool(words)
+        assert ("options and their defaults:" in shown or '--param="' in shown) == bool(words)
         assert words in shown
         assert ("--distributed" in shown) == line.startswith(("evaluate", "launch"))
 
@@ -149,12 +150,12 @@ def test_control_characters_are_escaped_where_text_leaves():
     for mark in "\x9b\u061c\u200f\u2028\u2029\u2066\u2069\ud800":
         assert printable(mark) == mark.encode("unicode_escape").decode()
     code = (
-        "from absl import logging; from experiments import cli; cli.open_standard_streams();"
+        "from absl import logging; from ttcd_jax.commands import cli; cli.open_standard_streams();"
         "print('a\\x1b]0;x\\x07\\u202e\\udcff\\tb'); logging.warning('c\\x1b[2J');"
-        "print('\\r\\x1b[Kd', end='')"
+        "print('\\r\\x1b[Kd')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert done.stdout == b"a\\x1b]0;x\\x07\\u202e\\udcff\tb\n\r\x1b[Kd"
+    assert done.stdout == b"a\\x1b]0;x\\x07\\u202e\\udcff\tb\n\\r\\x1b[Kd\n"
     assert b"c\\x1b[2J\n" in done.stderr
 
 

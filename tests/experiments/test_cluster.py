@@ -51,7 +51,7 @@ def _launch_flags(command):
     """(gin, run_dir, distributed) of a command line, as `experiments.launch` reads it."""
     assert command[:3] == ["python", "-m", "experiments.launch"]
     program = (
-        "import sys; from experiments import launch; flags = launch.FLAGS; flags(sys.argv);"
+        "import sys; from ttcd_jax.commands import launch; flags = launch.FLAGS; flags(sys.argv);"
         "print(flags.gin, flags.run_dir, flags.distributed)"
     )
     line = [sys.executable, "-c", program, *command[3:]]

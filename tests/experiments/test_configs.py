@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from small_models import recipe
 
-from experiments.cli import CONFIG_DIR
+from ttcd_jax.commands.cli import CONFIG_DIR
 from ttcd_jax.data.sources import RecordsConfig
 from ttcd_jax.run import build, start
 from ttcd_jax.run.config import RunConfig

@@ -161,7 +161,7 @@ def test_a_stopped_import_leaves_nothing(checkpoint, tmp_path):
     pause = (
         "import time; from ttcd_jax.train import digest; "
         "digest.seal = lambda path: (print('sealing', flush=True), time.sleep(1)); "
-        "from experiments import cli, convert; cli.run(convert.main, ('a', 'b', 'c'))"
+        "from ttcd_jax.commands import cli, convert; cli.run(convert.main, ('a', 'b', 'c'))"
     )
     program = tmp_path / "program.py"
     program.write_text(pause)

@@ -7,8 +7,8 @@ import json
 import commands
 import tiny_run
 
-from experiments.cli import parse_options
-from experiments.report.sections import Run, run_rows
+from ttcd_jax.commands.cli import parse_options
+from ttcd_jax.commands.report.sections import Run, run_rows
 from ttcd_jax.measure.results import evaluate
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.run.directory import RunDirectory, load_run

@@ -50,7 +50,7 @@ def run(place):
 @pytest.fixture(scope="module")
 def first(run, place):
     """(output, errors, record) of a single prompt, whose state was kept."""
-    kept = f"--save_state={place / 'state'}", f"--json={place / 'facts.json'}"
+    kept = f"--save_state={place / 'state'}", f"--output={place / 'facts.json'}"
     output, errors = run(*DRAW, *kept, prompts=["book"])
     return output, errors, json.loads((place / "facts.json").read_text())
 
@@ -70,7 +70,7 @@ def test_a_single_text_is_printed_and_reported(first, place):
 
 
 def test_several_prompts_are_a_batch_of_the_same_texts_and_end_at_stop_strings(run, place, first):
-    output, _ = run(*DRAW, f"--json={place / 'both.json'}", prompts=["question", "book"])
+    output, _ = run(*DRAW, f"--output={place / 'both.json'}", prompts=["question", "book"])
     texts = json.loads((place / "both.json").read_text())["texts"]
     assert texts[1] == first[2]["texts"][0]
     for text in texts:

@@ -13,7 +13,7 @@ import pytest
 from devices import environment
 from small_models import recipe
 
-from experiments import plan
+from ttcd_jax.commands import plan
 from ttcd_jax.run import build, layout
 from ttcd_jax.run.described import missing_compiler
 from ttcd_jax.sharding.collectives import Collective
@@ -62,9 +62,8 @@ def test_a_recipe_fits_two_nodes_without_data_and_writes_nothing(tmp_path):
         assert re.search(rf"^{name} +\d", result.stdout, re.MULTILINE), result.stdout
     compiler = "a CPU's program" if missing_compiler() else "the program of 16 described H100s"
     assert f"per device, by {compiler}" in result.stdout
-    assert result.stderr.startswith("planning swa_340m.gin: importing JAX\n")
     assert "RECORDS='DIR'" in result.stderr
-    assert "experiments.prepare_data --input=" in result.stderr
+    assert "ttcd prepare --input=" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

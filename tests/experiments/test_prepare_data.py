@@ -33,7 +33,7 @@ def text(tmp_path_factory):
 
 FROM_A_PART = """
 import sys
-from experiments import cli, prepare_data
+from ttcd_jax.commands import cli, prepare_data
 prepare_data._TOKENIZER_BYTES = 100_000
 cli.run(prepare_data.main)
 """

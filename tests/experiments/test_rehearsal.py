@@ -11,8 +11,8 @@ from checks import refused
 from object_store import serving
 from small_models import byte_model, run_config
 
-from experiments import plan
-from experiments.rehearsal import Rehearsal
+from ttcd_jax.commands import plan
+from ttcd_jax.commands.rehearsal import Rehearsal
 from ttcd_jax.data.sources import MixtureConfig, RecordsConfig, TextConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig, train_tokenizer
 from ttcd_jax.errors import DataError, ResourceError, UserError

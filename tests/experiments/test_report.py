@@ -8,14 +8,14 @@ from checks import refused
 from ttcd_kernels import bench, measure
 from ttcd_kernels.dual_window.bench import SHAPES
 
-from experiments.report.sections import write_report
+from ttcd_jax.commands.report.sections import write_report
 from ttcd_jax.errors import DataError
 
 
 def test_the_tables_of_measurements_are_on_the_page(tmp_path, monkeypatch):
     kernels, case = tmp_path / "kernels.json", tmp_path / "step.json"
     monkeypatch.setitem(SHAPES, "tiny", SHAPES["tiny"][:1])
-    arguments = ["--op", "dual_window", "--implementation", "xla", "--times_only", "--json"]
+    arguments = ["--op", "dual_window", "--implementation", "xla", "--times_only", "--output"]
     bench.main([*arguments, str(kernels)])
     rows = [{"gin": "recall.gin", "step ms": 2.5, "note": "<b>"}]
     case.write_text(json.dumps({"environment": measure.environment(), "rows": rows}))

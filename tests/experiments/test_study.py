@@ -12,9 +12,9 @@ import pytest
 import tiny_run
 from checks import refused
 
-from experiments.cli import CONFIG_DIR
-from experiments.study import runs
-from experiments.study.runs import StudyConfig, write_records, write_study
+from ttcd_jax.commands.cli import CONFIG_DIR
+from ttcd_jax.commands.study import runs
+from ttcd_jax.commands.study.runs import StudyConfig, write_records, write_study
 from ttcd_jax.data.corpus import CorpusConfig, load_documents
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import write_whole
@@ -79,7 +79,7 @@ def _texts(study, path):
 def _compute(study, path):
     """The recipes and texts, and how many runs were trained, each in a fork."""
     recipes, texts, run = study.runs(), _texts(study, path), mock.Mock()
-    run.side_effect = lambda x, check: commands.run(x[2].removeprefix("experiments."), *x[3:])
+    run.side_effect = lambda x, check: commands.run(x[2].removeprefix("ttcd_jax.commands."), *x[3:])
     with mock.patch.object(runs, "subprocess", mock.Mock(run=run)):
         for name, seed in sorted(study.chosen(recipes), key=lambda run: run[0] != runs.START):
             runs.compute(study, name, seed, recipes[name], texts, path)

@@ -28,7 +28,7 @@ def test_results_and_gradients_are_right_and_repeat(op, kernel, gpu, tmp_path):
     if kernel == "mosaic" and gpu != mosaic_call.CAPABILITY:
         pytest.skip(f"mosaic is not for compute capability {gpu}")
     file = tmp_path / "check.json"
-    check.main(["--op", op, "--implementation", kernel, "--timeout", "300", f"--json={file}"])
+    check.main(["--op", op, "--implementation", kernel, "--timeout", "300", f"--output={file}"])
     assert json.loads(file.read_text())["rows"]
 
 

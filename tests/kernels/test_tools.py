@@ -75,7 +75,7 @@ def test_the_report_names_machine_shapes_and_every_measurement(wrong, tmp_path, 
     and written."""
     file, notes = tmp_path / "report.json", dict.fromkeys(OURS, "") | NOTES
     with pytest.raises(SystemExit, match="failed: sign, row, noise; the notes above say why"):
-        bench.main([*TINY, "--json", str(file)])
+        bench.main([*TINY, "--output", str(file)])
     report = json.loads(file.read_text())
     assert {"device", "jax", "jaxlib", "commit"} <= report["environment"].keys()
     report |= report["ops"]["dual_window"]
@@ -100,7 +100,7 @@ def test_the_report_names_machine_shapes_and_every_measurement(wrong, tmp_path, 
 
 def test_some_implementations_are_timed_without_a_comparison(wrong, monkeypatch, tmp_path):
     file = tmp_path / "report.json"
-    arguments = [*TINY, "--times_only", "--json", str(file), "--implementation"]
+    arguments = [*TINY, "--times_only", "--output", str(file), "--implementation"]
     bench.main([*arguments, "xla two calls", "peer"])
     report = json.loads(file.read_text())["ops"]["dual_window"]
     assert report["parity"] == []
@@ -158,7 +158,8 @@ def test_a_platform_that_is_not_there_is_one_line(monkeypatch, capsys, command, 
     [
         (bench, ["--op", "none"], "--op"),
         (bench, ["--shapes", "huge"], "--shapes"),
-        (bench, ["--json", "/no/x"], "--json: no folder /no"),
+        (bench, ["--output", "/no/x"], "--output: no folder /no"),
+        (bench, ["--json", "/no/x"], "--json is called --output here"),
         (bench, ["--case", "x"], "--case: no 'x' in tiny; it has 64 tokens, 16/8, 48"),
         (check, [], "nothing to check: there is no NVIDIA GPU"),
         (check, ["--implementation", "cudnn"], "no op has an implementation cudnn here"),
@@ -219,7 +220,7 @@ def cache(monkeypatch, tmp_path):
 def test_each_case_runs_in_a_process_of_its_own(tmp_path, cache, capsys, monkeypatch):
     file = tmp_path / "report.json"
     monkeypatch.setitem(decode.SHAPES, "check", decode.SHAPES["check"][6:8])
-    check.main(["--op", "decode", "--implementation", "xla", "--json", str(file)])
+    check.main(["--op", "decode", "--implementation", "xla", "--output", str(file)])
     rows = json.loads(file.read_text())["rows"]
     assert sorted(row["dtype"] for row in rows) == ["bfloat16", "float16"]
     assert all(row["note"] == "" and row["implementation"] == "xla" for row in rows)
@@ -275,7 +276,7 @@ def test_a_failure_ends_the_command_with_an_error(checks, cache, tmp_path):
     file, note = tmp_path / "report.json", "failed: error nan, allowed 1e-05"
     checks[1].append(lambda job: job._asdict() | {"note": note})
     with pytest.raises(SystemExit, match=r"54 of 54 failed"):
-        check.main(["--json", str(file)])
+        check.main(["--output", str(file)])
     rows = json.loads(file.read_text())["rows"]
     assert [row["note"] for row in rows] == [note] * 54
     checks[1].pop()
@@ -288,7 +289,7 @@ def test_a_failure_ends_the_command_with_an_error(checks, cache, tmp_path):
 
 def test_a_check_goes_on_and_tries_again_what_was_lost(checks, tmp_path, capsys):
     file, seen = tmp_path / "report.json", checks[0]
-    arguments = ["--op", "decode", "--json", str(file)]
+    arguments = ["--op", "decode", "--output", str(file)]
     check.main(arguments)
     report = json.loads(file.read_text())
     first, *others, last = report["rows"]
@@ -427,7 +428,7 @@ def test_a_search_tries_every_tile_names_the_best_and_goes_on_where_it_was(
     processes, tmp_path, capsys
 ):
     (seen, rows_of), file = processes, tmp_path / "tune.json"
-    arguments = ["--case", CASE, "--json", str(file)]
+    arguments = ["--case", CASE, "--output", str(file)]
     rows_of.append(lambda job: _tile_row(job) if len(seen) <= 20 else sys.exit("interrupted"))
     with pytest.raises(SystemExit, match="interrupted"):
         tune.main(arguments)
@@ -460,7 +461,7 @@ def test_a_search_tries_every_tile_names_the_best_and_goes_on_where_it_was(
 
 def test_results_of_another_machine_or_source_are_not_mixed(processes, tmp_path, capsys):
     seen, file = processes[0], tmp_path / "tune.json"
-    arguments = ["--case", CASE, "--json", str(file)]
+    arguments = ["--case", CASE, "--output", str(file)]
     tune.main(arguments)
     report = json.loads(file.read_text())
     h200 = report["environment"] | {"device": "H200"}

@@ -302,7 +302,7 @@ def test_a_killed_command_goes_on_and_writes_the_same_results(tmp_path):
 
 def test_the_time_left_is_by_work_since_the_first_batch(capsys, monkeypatch):
     """That takes five minutes of compilation, which tell nothing of the others; the second is too
-    early for a line. At a terminal it is one line that is cleared."""
+    early for a line."""
 
     def shown(times, progress, *added):
         monkeypatch.setattr(time, "monotonic", iter(times).__next__)
@@ -319,10 +319,6 @@ def test_the_time_left_is_by_work_since_the_first_batch(capsys, monkeypatch):
         "ppl, on: 10 of 10 rows, 0:00 left",
     ]
     assert shown((0.0, 1000.0), ("", 0, 2, 20), (1, 10)) == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    lines = ("ppl: 0 of 2 rows", "ppl: 1 of 2 rows", "ppl: 2 of 2 rows, 0:00 left", "")
-    found = shown((0.0, 1.0, 2.0), ("ppl", 0, 2, 20), (1, 10), (1, 10))
-    assert found == "".join(f"\r\x1b[K{line}" for line in lines)
 
 
 if __name__ == "__main__":

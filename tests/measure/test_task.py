@@ -13,7 +13,7 @@ import pytest
 from checks import randomize, refused
 from small_models import config_of
 
-from experiments.cli import parse_options
+from ttcd_jax.commands.cli import parse_options
 from ttcd_jax.config import Positive
 from ttcd_jax.errors import DataError, NonFiniteError, UserError
 from ttcd_jax.files import write_json

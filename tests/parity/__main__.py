@@ -11,7 +11,7 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import cli
+from ttcd_jax.commands import cli
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("golden_dir", None, "Folder of reference files (.npz).", required=True)

@@ -9,8 +9,8 @@ from checks import refused
 from jax.sharding import AbstractMesh
 from small_models import RECALL, config_of, recipe, run_config
 
-from experiments.cli import CONFIG_DIR
 from ttcd_jax import BatchesConfig, RunConfig
+from ttcd_jax.commands.cli import CONFIG_DIR
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.run import build, layout

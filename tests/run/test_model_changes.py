@@ -124,7 +124,7 @@ def test_text_is_generated_by_a_changed_model(run_dir, tmp_path):
     book = run_dir.parent / "book.txt"
     base = ("generate", f"--run_dir={run_dir}", f"--prompt_file={book}", "--max_new_tokens=8")
     for name, arguments in [("own", ()), ("full", ("--param=TransformerConfig.window=None",))]:
-        commands.output(*base, "--temperature=1", *arguments, f"--json={tmp_path / name}")
+        commands.output(*base, "--temperature=1", *arguments, f"--output={tmp_path / name}")
     own, full = (json.loads((tmp_path / name).read_text()) for name in ("own", "full"))
     assert own["texts"] != full["texts"]
     assert ("changes" in own, full["changes"]) == (False, ["TransformerConfig.window=None"])

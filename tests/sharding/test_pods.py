@@ -9,7 +9,7 @@ import pytest
 from devices import elsewhere
 from small_models import recipe
 
-from experiments import plan
+from ttcd_jax.commands import plan
 from ttcd_jax.run.described import described_devices, missing_compiler
 from ttcd_jax.train.hardware import HARDWARE
 from ttcd_jax.train.state import abstract_params

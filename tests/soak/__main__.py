@@ -1,6 +1,6 @@
 """Kills, stops, damages and moves a tiny run at random, and compares it with an undisturbed one.
 
-    python -m tests.soak [--faults=500] [--seed=0] [--folder=runs/soak] [--kind=NAME ...]
+    python -m tests.soak [--faults=500] [--seed=0] [--output=runs/soak] [--kind=NAME ...]
 
 Trains an IP-TTCD model of a few thousand parameters on records of drawn text, in float64: once
 undisturbed by one process and once by two, then in one run directory after the other, launched
@@ -24,19 +24,19 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import cli
 from tests.commands import XLA_FLAGS
+from ttcd_jax.commands import cli
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("folder", "runs/soak", "Holds the records, the runs, the compiled programs.")
+flags.DEFINE_string("output", "runs/soak", "Holds the records, the runs, the compiled programs.")
 flags.DEFINE_integer("seed", 0, "Of the faults.", lower_bound=0)
 flags.DEFINE_integer("faults", 500, "How many; the last run is trained to its end.", lower_bound=1)
 flags.DEFINE_integer("first", 0, "The number of the first fault.", lower_bound=0)
-flags.DEFINE_multi_string("kind", [], "The faults to draw from; default: all of the table.")
+flags.DEFINE_multi_string("kind", [], "The faults to draw from (default: all of the table).")
 
 
 def main(argv: list[str]) -> None:
-    folder = Path(FLAGS.folder).absolute()
+    folder = Path(FLAGS.output).absolute()
     os.environ |= {"JAX_PLATFORMS": "cpu"}  # before jax is imported
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "programs"))
     os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)

@@ -11,7 +11,7 @@ from tests.soak.faults import FAULTS, Unavailable, drawn
 from tests.soak.run import Broken, Chain, Fault
 
 PROGRAM = """
-from experiments import cli
+from ttcd_jax.commands import cli
 from tests.soak import __main__ as soak
 from tests.soak.run import Broken, Chain
 
@@ -55,7 +55,7 @@ def test_a_changed_loss_is_found(chain):
 def test_the_soak_ends_with_a_table_or_with_the_command_that_repeats_the_run(tmp_path):
     program = tmp_path / "soak.py"
     program.write_text(PROGRAM)
-    flags = "--seed=4", "--kind=SIGINT", f"--folder={tmp_path / 'soak'}"
+    flags = "--seed=4", "--kind=SIGINT", f"--output={tmp_path / 'soak'}"
     *faults, _, _, row, last = commands.output(program, "--faults=2", *flags).splitlines()
     assert faults == [f"fault {number} (SIGINT) in run-1: exit status 75" for number in (0, 1)]
     assert re.match(r"SIGINT +2 +75 \(2\) ", row)

@@ -14,7 +14,7 @@ import pytest
 from babi_solver import solve
 from checks import refused
 
-from experiments.cli import parse_options
+from ttcd_jax.commands.cli import parse_options
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError
 from ttcd_jax.measure.task import Subject

@@ -19,8 +19,8 @@ from lm_eval.tasks import TaskManager
 from small_models import byte_model
 from tiny_run import save_text_model
 
-from experiments import harness
-from experiments.harness import RunLM
+from ttcd_jax.commands import harness
+from ttcd_jax.commands.harness import RunLM
 from ttcd_jax.data.tokenizer import ByteTokenizer, build_tokenizer, tokenizer_of
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.sampling import SamplingConfig

@@ -145,7 +145,7 @@ def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
             raise UserError(
                 f"{config.path} has {units.size(num_bytes)} of text and more, text in memory may "
                 f"have {units.size(MAX_TEXT_BYTES)}: make token records of it (python -m "
-                f"experiments.prepare_data --input={config.path} --tokenizer=tokenizer.json "
+                f"ttcd prepare --input={config.path} --tokenizer=tokenizer.json "
                 "--output=DIR) and name them (RecordsConfig.paths)"
             )
     if not documents:

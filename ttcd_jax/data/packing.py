@@ -34,7 +34,7 @@ from ttcd_jax.tokens import check_tokens
 
 Row = dict[str, np.ndarray]
 _Part = tuple[Document, int, int]  # of a document, from and to so many bytes
-AGAIN = "copy it again, or prepare it anew (experiments.prepare_data)"
+AGAIN = "copy it again, or prepare it anew (ttcd prepare)"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -141,7 +141,7 @@ class WeightedConfig(configs.Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordsConfig(WeightedConfig):
-    """Folders of token records (`python -m experiments.prepare_data`), which are its parts.
+    """Folders of token records (`ttcd prepare`), which are its parts.
 
     `paths`: a folder of records, several of them, or the parent of those named in `folders`.
     `weights_per` "document": the weights are shares of the documents, converted by each folder's
@@ -348,7 +348,7 @@ def text_records(
     if (drawn := synthetic_data(data)) is not None:
         raise UserError(
             f"{run_dir} was trained on {drawn.kind} data, not on text: measure it by "
-            f"experiments.evaluate --task={drawn.kind}"
+            f"ttcd evaluate --task={drawn.kind}"
         )
     if tokenizer is None:
         raise UserError(

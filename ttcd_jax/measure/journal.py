@@ -135,8 +135,7 @@ class RowProgress:
 
     def end(self) -> None:
         """Clears the line."""
-        if self._progress.is_live and self._name:
-            self._progress.show("")
+        self._progress.end()
 
     def _show(self, left: str) -> None:
         if self._name:

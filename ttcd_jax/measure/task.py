@@ -1,7 +1,7 @@
 """Evaluation tasks, each with its options, rows, records, table and picture, and their registry.
 
 A new evaluation is one file in `ttcd_jax/tasks`: a NamedTuple, its record, and a subclass of `Task`
-with `@register`. `experiments.evaluate`, training and the report iterate over `TASKS`.
+with `@register`. `ttcd evaluate`, training and the report iterate over `TASKS`.
 """
 
 import abc

@@ -260,7 +260,7 @@ def _unused(binding: Binding, classes: Classes) -> str:
 def find_gin_file(gin_file: str, config_dir: Path) -> Path:
     """The file of `--gin`: a name inside `config_dir`, or a path. Raises `UserError`."""
     folders = (config_dir, *[Path()] * os.path.isfile(gin_file))
-    return _first_with(gin_file, folders, f"no file {gin_file!r} in") / gin_file
+    return _first_with(gin_file, folders, f"no file {gin_file!r} in", is_run=True) / gin_file
 
 
 def read_file(
@@ -365,13 +365,13 @@ def _text(path: Path) -> str:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
-def _first_with(name: str, folders: Sequence[Path], problem: str) -> Path:
+def _first_with(name: str, folders: Sequence[Path], problem: str, is_run: bool = False) -> Path:
     """The first of `folders` that has such a file; without one a `UserError`."""
     for folder in folders:
         # Path.is_file would raise for a name that is too long or holds a null character.
         if os.path.isfile(folder / name):
             return folder
-    near = "".join(_nearest_files(name, folder) for folder in folders)
+    near = "".join(_nearest_files(name, folder, is_run) for folder in folders)
     raise UserError(f"{problem} {' or '.join(map(str, folders))}{near}")
 
 
@@ -385,8 +385,14 @@ def _fragment(name: str, where: str, folders: Sequence[Path]) -> Path:
     return path
 
 
-def _nearest_files(name: str, config_dir: Path) -> str:
-    paths = [path.relative_to(config_dir) for path in sorted(config_dir.rglob("*.gin"))]
-    known = {key: str(path) for path in paths for key in (path.name, str(path))}
-    near = [known[key] for key in difflib.get_close_matches(name, known, n=3, cutoff=0.65)]
-    return f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
+def _nearest_files(name: str, config_dir: Path, is_run: bool) -> str:
+    """The files whose name is nearly this one, whatever their folder; of runs, only their own."""
+    shares = dict[Path, float]()
+    for path in sorted(config_dir.rglob("*.gin"), key=lambda x: len(x.parts)):
+        if not is_run or "--gin=" in path.read_text(encoding="utf-8"):
+            share = difflib.SequenceMatcher(None, Path(name).stem, path.stem).ratio()
+            shares[path.relative_to(config_dir)] = share
+    least = max(0.7, 0.95 * max(shares.values(), default=0))
+    near = [str(path) for path, share in shares.items() if share >= least][:3]
+    found = f"; did you mean {' or '.join(near)}?" if near else ""
+    return found or "; `ttcd recipes` lists them" * is_run

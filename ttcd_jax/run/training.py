@@ -152,7 +152,7 @@ def _train(
         if start >= config.steps:
             say(f"{directory.path} is complete at step {start}: nothing to train")
             return TrainedRun(start)
-        say(f"run directory {directory.path}")
+        say(f"run directory {directory.path}: compiling its step")
         beat = MetricCallback(1, lambda step, _: watchdog.beat(step))
         rows_at_once = config.batch_size // (program.config.accumulation_steps or 1)
         on_bad = functools.partial(_stop_after_too_many, config, checkpoints)

@@ -1,6 +1,6 @@
 """Costs of the library on this machine, case by case.
 
-    python -m experiments.bench CASE [--quick] [--json=FILE] [--OPTION=VALUE ...]
+    python -m experiments.bench CASE [--quick] [--output=FILE] [--OPTION=VALUE ...]
 
     step     training steps of several --gin, relative to the first: time, memory, MFU
     data     rows per second of the input pipelines of several --gin, and their share of a step
@@ -15,19 +15,19 @@ so far. The JSON file has the rows of the tables, device, versions and commit.
 case's class; an unknown one prints their names.
 """
 
-from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from experiments import cli
+from ttcd_jax.commands import cli
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_json
+from ttcd_jax.storage import to_path
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("quick", False, "Tiny sizes where no option gives one.")
-flags.DEFINE_string("json", None, "File for the report, rewritten after every table.")
+flags.DEFINE_string("output", None, "The JSON file of the report, rewritten after every table.")
 
 
 def main(argv: list[str]) -> None:
@@ -46,15 +46,15 @@ def main(argv: list[str]) -> None:
     report: dict[str, Any] = {"case": name, "environment": measure.environment()}
     print(" ".join(f"{key}={value}" for key, value in report["environment"].items()), flush=True)
     report |= {"options": case.to_dict(), "rows": []}
-    if FLAGS.json:  # a file that cannot be written is reported now
-        write_json(Path(FLAGS.json), report)
+    if FLAGS.output:  # a file that cannot be written is reported now
+        write_json(to_path(FLAGS.output), report)
     for rows in case.tables():
         peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")  # a CPU has none
         rows = [row | {"device MiB": over(peak, MIB)} for row in rows]
         report["rows"] += rows
         print(f"\n{format_table(rows, sorted(rows[0], key='note'.__eq__))}", flush=True)
-        if FLAGS.json:  # after every table: a long run may be cut off
-            write_json(Path(FLAGS.json), report)
+        if FLAGS.output:  # after every table: a long run may be cut off
+            write_json(to_path(FLAGS.output), report)
 
 
 def _options(arguments: list[str]) -> type[Config] | None:

@@ -15,8 +15,8 @@ import numpy as np
 from ttcd_kernels import measure
 from ttcd_kernels.measure import MIB, MILLISECOND, Row, over
 
-from experiments.cli import CONFIG_DIR
-from experiments.plan import PEAK_SHARE
+from ttcd_jax.commands.cli import CONFIG_DIR
+from ttcd_jax.commands.plan import PEAK_SHARE
 from ttcd_jax.config import DISTINCT, Config, NonNegative, NonNegativeFloat, Positive
 from ttcd_jax.data.pipeline import CallerBatches
 from ttcd_jax.inference.decode import decode

@@ -17,12 +17,12 @@ import sys
 
 from absl import flags
 
-from experiments import cli
+from ttcd_jax.commands import cli
 from ttcd_jax.config import Config
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("run_dir", None, "The run directory.", required=True)
-flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")
+flags.DEFINE_integer("step", None, "The checkpoint (default: the newest).")
 flags.DEFINE_float("max_flip_share", None, "Largest share of flips for exit status 0.")
 flags.DEFINE_float("max_kl", None, "Largest mean KL in nats for exit status 0.")
 

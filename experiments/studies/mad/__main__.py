@@ -16,12 +16,12 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import cli
+from ttcd_jax.commands import cli
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("gin", "mad/default.gin", "A file in experiments/configs/, or a path.")
 flags.DEFINE_multi_string("param", [], "A binding that overrides the file, as Class.field=value.")
-flags.DEFINE_string("run_dir", None, "Default: runs/mad-<name of the gin file>.")
+flags.DEFINE_string("run_dir", None, "The folder (default: runs/mad-<name of the gin file>).")
 flags.DEFINE_bool("dry_run", False, "Print the jobs; train and write nothing.")
 
 

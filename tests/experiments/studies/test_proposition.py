@@ -131,13 +131,13 @@ def test_the_command_writes_its_numbers_and_a_bound_that_fails_is_exit_status_1(
     """Asked for twice the right side, no equality will do."""
     program, folder = tmp_path / "program.py", tmp_path / "new" / "folder"
     program.write_text(
-        "from experiments import cli\n"
+        "from ttcd_jax.commands import cli\n"
         "from experiments.studies import proposition\n"
         "proposition.CHUNK_SIZES, proposition.NUM_FILLERS = (4, 1), (8,)\n"
         f"proposition.TOLERANCE = {tolerance}\n"
         "cli.run(proposition.main)\n"
     )
-    result = commands.run(program, "--num_draws=6", f"--out_dir={folder}")
+    result = commands.run(program, "--num_draws=6", f"--output={folder}")
     assert (result.returncode, result.stderr) == (status, "")
     verdict = ("held in every", "FAILED in an")[status]
     assert f"the bound {verdict} orthogonal case" in result.stdout

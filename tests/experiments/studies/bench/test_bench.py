@@ -9,9 +9,9 @@ import jax
 import pytest
 from checks import refused
 
-from experiments.cli import CONFIG_DIR, parse_options
 from experiments.studies.bench import cases
 from experiments.studies.bench.cases import Decode, Prefill, competitor
+from ttcd_jax.commands.cli import CONFIG_DIR, parse_options
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
@@ -71,7 +71,7 @@ CHECKS = {"step": step, "data": data, "prefill": prompts, "decode": decoding}
 @pytest.mark.parametrize("case", CHECKS)
 def test_a_case_writes_its_table_and_report(case, tmp_path):
     file = tmp_path / "report.json"
-    result = commands.run("bench", case, "--quick", "--rounds=2", f"--json={file}")
+    result = commands.run("bench", case, "--quick", "--rounds=2", f"--output={file}")
     assert (result.returncode, result.stderr) == (0, "")
     report = json.loads(file.read_text())
     assert report["environment"]["device"] in result.stdout

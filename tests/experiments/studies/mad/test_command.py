@@ -5,9 +5,9 @@ import json
 import commands
 from checks import refused
 
-from experiments.cli import CONFIG_DIR
 from experiments.studies.mad.records import claim, record_path
 from experiments.studies.mad.sweep import MADSweepConfig, hyper, jobs
+from ttcd_jax.commands.cli import CONFIG_DIR
 from ttcd_jax.run.bindings import load_config
 
 TOY = (

@@ -1,11 +1,11 @@
 """Generates text with the model of a run directory, after prompts or from a saved state.
 
-    python -m experiments.generate --run_dir=DIR --prompt_file=FILE [--prompt_file=FILE ...]
-                                   [--max_new_tokens=N] [--temperature=T] [--stop=TEXT ...]
-    python -m experiments.generate --run_dir=DIR --chat [--prompt_file=FILE ...] [--system=TEXT]
-    python -m experiments.generate --run_dir=DIR --prompt_file=BOOK --max_new_tokens=0
-                                   --save_state=STATE
-    python -m experiments.generate --run_dir=DIR --load_state=STATE --prompt_file=-
+    ttcd generate --run_dir=DIR --prompt_file=FILE [--prompt_file=FILE ...]
+                  [--max_new_tokens=N] [--temperature=T] [--stop=TEXT ...]
+    ttcd generate --run_dir=DIR --chat [--prompt_file=FILE ...] [--system=TEXT]
+    ttcd generate --run_dir=DIR --prompt_file=BOOK --max_new_tokens=0
+                  --save_state=STATE
+    ttcd generate --run_dir=DIR --load_state=STATE --prompt_file=-
 
 The text after a single prompt is printed as it is generated; several prompts form one batch, and
 each text is printed under the name of its file when it is finished. A prompt is the bytes of a
@@ -23,15 +23,15 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from experiments import cli
 from ttcd_jax import storage, units
+from ttcd_jax.commands import cli
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import check_unused, write_json
+from ttcd_jax.terminal import Progress, note
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("run_dir", None, "The run directory.", required=True)
-flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")
+flags.DEFINE_integer("step", None, "The checkpoint (default: the newest).")
 flags.DEFINE_multi_string(
     "param", [], "A binding of the model, as in a .gin file; may be repeated."
 )
@@ -53,7 +53,7 @@ flags.DEFINE_string("system", None, "The system's message of --chat.")
 flags.DEFINE_bool("special_tokens", False, "Names of special tokens in a prompt are these tokens.")
 flags.DEFINE_integer("max_new_tokens", None, "Tokens to generate; 0 reads only.")
 flags.DEFINE_multi_string("stop", [], "End before this text, \\n: a new line; may be repeated.")
-flags.DEFINE_float("temperature", None, "0 (the default) takes the likeliest token.")
+flags.DEFINE_float("temperature", None, "Of the draws; 0 takes the likeliest token (default: 0).")
 flags.DEFINE_integer("top_k", None, "Draw from the k likeliest tokens.")
 flags.DEFINE_float("top_p", None, "Draw from the likeliest tokens that have this mass together.")
 flags.DEFINE_float("min_p", None, "Draw from tokens with this share of the top probability.")
@@ -70,7 +70,7 @@ flags.DEFINE_integer("piece_size", None, "Tokens read at once.", lower_bound=1)
 flags.DEFINE_integer("max_length", None, "Full attention: the most tokens a text will ever have.")
 flags.DEFINE_string("save_state", None, "A folder for the state after the texts.")
 flags.DEFINE_string("load_state", None, "The folder of --save_state to continue from.")
-flags.DEFINE_string("json", None, "A file for the texts and their tokens.")
+flags.DEFINE_string("output", None, "A file for the texts and their tokens, in JSON.")
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 _PROGRESS_SECONDS = 2.0
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.inference.saved_state import save_state
     from ttcd_jax.run.directory import load_run
 
-    _say(f"loading {FLAGS.run_dir}; its programs are compiled at the first text")
+    note(f"loading {FLAGS.run_dir}; its programs are compiled at the first text")
     cli.keep_programs(None)
     run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
     if run.tokenizer is None:
@@ -101,22 +101,23 @@ def main(argv: list[str]) -> None:
     texts = _texts(generation)
     if FLAGS.save_state is not None:
         save_state(folder := storage.to_path(FLAGS.save_state), generation.model, generation.state)
-        _say(f"saved in {folder.absolute()}: {_tokens_read(generation.state)}")
-    if FLAGS.json is not None:
+        note(f"saved in {folder.absolute()}: {_tokens_read(generation.state)}")
+    if FLAGS.output is not None:
         record = {"run_dir": storage.shown(storage.to_path(FLAGS.run_dir)), "step": run.step}
         record |= {"changes": FLAGS.param} if FLAGS.param else {}
         named = zip(FLAGS.prompt_file, rows, texts, strict=True)
         texts = [{"prompt_file": x, "prompt_tokens": len(row)} | text for x, row, text in named]
-        write_json(Path(FLAGS.json), record | {"texts": texts})
+        write_json(storage.to_path(FLAGS.output), record | {"texts": texts})
 
 
 def _check_flags() -> None:
-    file = FLAGS.json and Path(FLAGS.json)
-    others = ("load_state", "save_state", "json", "special_tokens")
+    file = FLAGS.output and storage.to_path(FLAGS.output)
+    others = ("load_state", "save_state", "output", "special_tokens")
     is_idle = not (FLAGS.prompt_file or FLAGS.chat)
     has_others = FLAGS.chat and any(FLAGS[name].value for name in others)
     has_both = FLAGS.load_state is not None and FLAGS.max_length is not None
-    is_lost = file and (file.is_dir() or not file.absolute().parent.is_dir())
+    is_lost = file and storage.address(file) is None
+    is_lost = is_lost and (file.is_dir() or not file.absolute().parent.is_dir())
     texts = f"--{', --'.join(others)} are for texts, not for the conversation of --chat"
     mistakes = {
         "nothing to do: pass --prompt_file=FILE (- is standard input) or --chat": is_idle,
@@ -124,7 +125,7 @@ def _check_flags() -> None:
         "--system is a message of --chat: give both": FLAGS.system is not None and not FLAGS.chat,
         "standard input is read once: by one --prompt_file=-": FLAGS.prompt_file.count("-") > 1,
         "--max_length is for the start of a text: --load_state has its own": has_both,
-        f"--json={FLAGS.json} must be a file in a folder that exists": is_lost,
+        f"--output={FLAGS.output} must be a file in a folder that exists": is_lost,
     }
     for message, is_made in mistakes.items():
         if is_made:
@@ -218,7 +219,7 @@ def _state(model: "InferenceModel", num_rows: int) -> "InferenceState | None":
             f"--load_state={FLAGS.load_state} has {len(state.position)} rows, and there "
             f"are {num_rows} prompts: pass one for each row"
         )
-    _say(f"{FLAGS.load_state}: {_tokens_read(state)}")
+    note(f"{FLAGS.load_state}: {_tokens_read(state)}")
     return state
 
 
@@ -247,7 +248,7 @@ def _texts(generation: "Generation") -> list[dict[str, Any]]:
         rate = later / (time.monotonic() - first)
         spoken.append(f"generated {later + len(texts):,} ({rate:,.0f}/s)")
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(generation.state))
-    _say(", ".join([*spoken, f"state {units.size(size)}"]))
+    note(", ".join([*spoken, f"state {units.size(size)}"]))
     return texts
 
 
@@ -266,10 +267,12 @@ def _read(generation: "Generation") -> str:
     seconds."""
     begin = reported = time.monotonic()
     num_read, total = 0, generation.num_prompt_tokens
+    progress = Progress(sys.stderr, total)
     for num_read in generation.read():
         if time.monotonic() - reported > _PROGRESS_SECONDS and num_read < total:
-            reported = time.monotonic()
-            _say(f"{num_read:,} of {total:,} tokens read")
+            reported, left = time.monotonic(), progress.left(num_read)
+            progress.show(f"{num_read:,} of {total:,} tokens read{left and f', {left}'}")
+    progress.end()
     rate = num_read / (time.monotonic() - begin)
     return f"read {num_read:,} tokens ({rate:,.0f}/s with compilation)"
 
@@ -281,10 +284,6 @@ def _given(*names: str) -> dict[str, Any]:
 
 def _tokens_read(state: "InferenceState") -> str:
     return f"{', '.join(f'{count:,}' for count in state.position.tolist())} tokens read"
-
-
-def _say(line: str) -> None:
-    print(units.printable(line), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

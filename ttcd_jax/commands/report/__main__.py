@@ -1,6 +1,6 @@
 """Writes one self-contained HTML page, with pictures, and prints the tables of several runs.
 
-    python -m experiments.report --run_dir=DIR [--run_dir=DIR2 ...] [--output=DIR] [--next=LINE ...]
+    ttcd report --run_dir=DIR [--run_dir=DIR2 ...] [--output=DIR] [--next=LINE ...]
 
 The page shows everything that was measured of the runs: their evaluations, comparisons of two of
 their variants, training curves and speed; of folders of MAD sweeps, their scores; of JSON files of
@@ -11,13 +11,13 @@ whole page.
 
 from absl import flags
 
-from experiments import cli
+from ttcd_jax.commands import cli
 
 FLAGS = flags.FLAGS
 flags.DEFINE_multi_string(
     "run_dir", None, "A run or MAD sweep, or a JSON file of a benchmark; repeat.", required=True
 )
-flags.DEFINE_string("output", None, "Folder of the page; default: report/ in the first run.")
+flags.DEFINE_string("output", None, "Folder of the page (default: report/ in the first run).")
 _HEADROOM = (
     "Twice, two columns of losses: the control under a window, and the ceiling under full "
     "attention. Shown is the share between them that every other model gives back."
@@ -29,8 +29,8 @@ flags.DEFINE_multi_string("next", [], "A line of the page's and the terminal's '
 def main(argv: list[str]) -> None:
     from ttcd_kernels.table import format_table
 
-    from experiments.report.sections import write_report
     from ttcd_jax import storage
+    from ttcd_jax.commands.report.sections import write_report
     from ttcd_jax.errors import UserError
     from ttcd_jax.run.directory import RunDirectory
     from ttcd_jax.units import printable

@@ -21,8 +21,8 @@ from absl import logging
 from ttcd_kernels.measure import environment
 from ttcd_kernels.table import Row, format_table
 
-from experiments import cli
-from experiments.report.sections import Run, run_rows, training_sections
+from ttcd_jax.commands import cli
+from ttcd_jax.commands.report.sections import Run, run_rows, training_sections
 from ttcd_jax.config import DISTINCT, Bound, Config, NonNegative, Positive
 from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
@@ -245,7 +245,7 @@ def compute(
     if is_trained and not missing:
         return
     logging.info("study: %s, seed %d", name, seed)
-    command = [sys.executable, "-m", "experiments.launch", f"--gin={recipe.file}"]
+    command = [sys.executable, "-m", "ttcd_jax.commands.launch", f"--gin={recipe.file}"]
     command += [f"--param={text}" for text in params]
     command += [f"--import={name}" for name in IMPORTED_MODULES]
     if status := subprocess.run([*command, f"--run_dir={folder}"], check=False).returncode:

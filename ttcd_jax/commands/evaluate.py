@@ -1,11 +1,11 @@
 """Evaluates a run directory and writes JSON, CSV and a picture into it.
 
-    python -m experiments.evaluate --run_dir=DIR --task=ppl [--text=PATH] [--seq_len=N] [--step=N]
-    python -m experiments.evaluate --run_dir=DIR --task=final_block|position|recurrence
-                                   [--text=PATH | --manifest=FILE]
-    python -m experiments.evaluate --run_dir=DIR --task=evidence|recall|needle
-                                   [--mesh=data=2,seq=2] [--distributed=slurm]
-                                   [--param=TransformerConfig.window=8192 ...] [--label=NAME]
+    ttcd evaluate --run_dir=DIR --task=ppl [--text=PATH] [--seq_len=N] [--step=N]
+    ttcd evaluate --run_dir=DIR --task=final_block|position|recurrence
+                  [--text=PATH | --manifest=FILE]
+    ttcd evaluate --run_dir=DIR --task=evidence|recall|needle
+                  [--mesh=data=2,seq=2] [--distributed=slurm]
+                  [--param=TransformerConfig.window=8192 ...] [--label=NAME]
 
 ppl: perplexity and bits per byte by context length, on the held-out part of the run's corpus or on
 any text file or folder. final_block: perplexity of the last tokens of documents by the length of
@@ -27,16 +27,16 @@ All devices are used; of several processes the first prints and writes.
 
 from absl import flags
 
-from experiments import cli
+from ttcd_jax.commands import cli
 from ttcd_jax.config import Config
 
 FLAGS = flags.FLAGS
 cli.define_distributed()
 flags.DEFINE_string("run_dir", None, "The run directory.", required=True)
 flags.DEFINE_string("task", None, "The task; its options follow.", required=True)
-flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")
+flags.DEFINE_integer("step", None, "The checkpoint (default: the newest).")
 flags.DEFINE_list("mesh", [], "Devices along mesh axes, as data=2,seq=2; fsdp takes the rest.")
-flags.DEFINE_string("label", None, "Name of this run in tables and pictures; default: its method.")
+flags.DEFINE_string("label", None, "Name of this run in tables and pictures (default: its method).")
 flags.DEFINE_multi_string(
     "param", [], "A binding of the model or the task, as in a .gin file; may be repeated."
 )
@@ -53,6 +53,7 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.run.model_changes import describe
     from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
     from ttcd_jax.tasks import find_task
+    from ttcd_jax.terminal import note
     from ttcd_jax.train.watchdog import Watchdog
     from ttcd_jax.units import printable
 
@@ -62,6 +63,7 @@ def main(argv: list[str]) -> None:
     task = rebound(cli.parse_options(kind, f"task {FLAGS.task}", argv[1:]), own)
     data = RunDirectory(FLAGS.run_dir).read_part("data")
     mesh_config = cli.parse_options(MeshConfig, "--mesh", FLAGS.mesh)
+    note(f"loading {FLAGS.run_dir}; programs are compiled at the first rows of {task.title}")
     cli.connect()
     with Watchdog(jax.process_count()), jax.set_mesh(build_mesh(mesh_config)):
         run = load_run(FLAGS.run_dir, FLAGS.step, params)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ttcd_kernels.table import Row
 
+from ttcd_jax.commands.cli import CONFIG_DIR
 from ttcd_jax.data.sources import row_length
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import read_json
@@ -69,7 +70,7 @@ def write_report(
     others = [path for path in run_dirs if path not in (*files, *sweeps)]
     for path in others:
         RunDirectory(path).check_imports()
-    if find_spec("experiments.studies") is not None:
+    if _has_studies():
         importlib.import_module("experiments.studies.equivalence.tasks")  # they are registered
     elif sweeps:
         raise UserError(f"{sweeps[0]} is a MAD sweep: only a checkout shows it, not the wheel")
@@ -78,7 +79,7 @@ def write_report(
     for run in runs:
         if not (results[run.label] or run.metrics):
             raise UserError(
-                f"nothing was measured in {run.path}: train it, or run experiments.evaluate first"
+                f"nothing was measured in {run.path}: train it, or run ttcd evaluate first"
             )
     with coloured_by_run([run.label for run in runs]) as colours:
         sections = [
@@ -139,6 +140,13 @@ def training_sections(runs: Sequence[Run], output: Path) -> list[Section]:
             plot_lines(path, title=title, x_label="step", y_label=y_label, series=lines)
             sections.append(Section(title, table, [Picture(path.absolute(), f"{title}, by step.")]))
     return sections
+
+
+def _has_studies() -> bool:
+    """Whether `experiments` is the folder of our checkout, and not somebody else's."""
+    found = find_spec("experiments")
+    folder = Path(found.origin or "").resolve().parent if found else None
+    return folder == CONFIG_DIR.resolve().parent and find_spec("experiments.studies") is not None
 
 
 def _sweep(path: Path, picture: Path) -> Section:

@@ -1,10 +1,10 @@
 """Imports checkpoints of Hugging Face, GGUF files and checkpoints of the reference implementation,
 exports to the first and the last.
 
-    python -m experiments.convert import --format=huggingface|gguf|reference PATH RUN_DIR
-                                  [--tokenizer=byte|none|FILE.json]
-    python -m experiments.convert export --format=huggingface|reference RUN_DIR PATH
-                                  [--step=N] [--dtype=float32|bfloat16|float16]
+    ttcd convert import --format=huggingface|gguf|reference PATH RUN_DIR
+                 [--tokenizer=byte|none|FILE.json]
+    ttcd convert export --format=huggingface|reference RUN_DIR PATH
+                 [--step=N] [--dtype=float32|bfloat16|float16]
 
 import: PATH is a folder with config.json and weights (.safetensors, one or several; .bin and .pt
 with torch installed), or a weight file next to a config.json. RUN_DIR is written tensor by tensor;
@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from experiments import cli
 from ttcd_jax import storage, units
+from ttcd_jax.commands import cli
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import check_unused, whole_folder
 
@@ -42,12 +42,12 @@ FLAGS = flags.FLAGS
 _FORMATS = ["huggingface", "gguf", "reference"]
 flags.DEFINE_enum("format", None, _FORMATS, "Format of the checkpoint.", required=True)
 flags.DEFINE_string(
-    "tokenizer", None, "import: byte, none or a tokenizer.json; default: the one in PATH, if any."
+    "tokenizer", None, "import: byte, none or a tokenizer.json (default: the one in PATH, if any)."
 )
-flags.DEFINE_integer("step", None, "export: the checkpoint; default: the newest.")
+flags.DEFINE_integer("step", None, "export: the checkpoint (default: the newest).")
 _DTYPES = ["float32", "bfloat16", "float16"]
 flags.DEFINE_enum(
-    "dtype", None, _DTYPES, "export: of all tensors; default: as imported, or float32."
+    "dtype", None, _DTYPES, "export: of all tensors (default: as imported, or float32)."
 )
 
 _SEQ_LEN = 2048  # for a model whose configuration has no length

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import plan
 from ttcd_jax import storage
+from ttcd_jax.commands import plan
 from ttcd_jax.data import records
 from ttcd_jax.data.pipeline import Batches, RowSource
 from ttcd_jax.data.sources import MixtureConfig, RecordsConfig, TextConfig, corpus_rows

@@ -1,7 +1,7 @@
 """Trains several recipes with several seeds, evaluates all of them on the same texts, compares.
 
-    python -m experiments.study --gin=study/language.gin [--param="BOOKS='FOLDER'" ...]
-                                [--run_dir=DIR] [--only=NAME ...] [--records=FILE]
+    ttcd study --gin=study/language.gin [--param="BOOKS='FOLDER'" ...]
+               [--run_dir=DIR] [--only=NAME ...] [--records=FILE]
 
 --param binds fields of the study and of its evaluations (StudyConfig.seeds=(3,)), any other one
 those of all recipes and their controls. Every run has a folder DIR/NAME-SEED; the same command
@@ -9,24 +9,22 @@ continues after an interruption and computes what is missing. At the end it prin
 writes DIR/index.html. Intervals are over seeds and pieces of text; a table shows every seed.
 """
 
-import shlex
-import sys
 from pathlib import Path
 
 from absl import flags
 
-from experiments import cli
+from ttcd_jax.commands import cli
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("gin", None, "A study in experiments/configs/, or a path.", required=True)
+flags.DEFINE_string("gin", None, "One of `ttcd recipes study`, or a path.", required=True)
 flags.DEFINE_multi_string("param", [], "A binding of the study or of all its recipes.")
-flags.DEFINE_string("run_dir", None, "Default: runs/study-<name of the gin file>.")
+flags.DEFINE_string("run_dir", None, "The folder (default: runs/study-<name of the gin file>).")
 flags.DEFINE_string("records", None, "Write a JSON line per row, for the tables of pages.")
 flags.DEFINE_multi_string("only", [], "Train and evaluate only this recipe; repeat for more.")
 
 
 def main(argv: list[str]) -> None:
-    from experiments.study import runs as study
+    from ttcd_jax.commands.study import runs as study
     from ttcd_jax.config import check_text
     from ttcd_jax.run.bindings import load_config, reachable_classes
     from ttcd_jax.run.directory import RunDirectory
@@ -45,9 +43,9 @@ def main(argv: list[str]) -> None:
             study.compute(config, name, seed, runs[name], texts, path)
         sections = study.write_study(config, runs, texts, path)
         if FLAGS.records is not None:
-            command = shlex.join(["python", "-m", "experiments.study", *sys.argv[1:]])
-            study.write_records(config, runs, sections, path, Path(FLAGS.records), command)
+            file, command = Path(FLAGS.records), cli.command_line("study")
+            study.write_records(config, runs, sections, path, file, command)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, options=cli.recipe_options)

@@ -12,9 +12,11 @@ import dataclasses
 import functools
 import inspect
 import math
+import multiprocessing
 import os
 import re
 import select
+import shlex
 import signal
 import sys
 import traceback
@@ -33,7 +35,9 @@ from ttcd_jax.registry import import_modules
 from ttcd_jax.storage import SCHEMES, root, user_cache
 from ttcd_jax.units import OF_OUTPUT, printable
 
-CONFIG_DIR = Path(__file__).parent / "configs"
+_PACKAGE = Path(__file__).parents[1]
+_CONFIG_DIRS = (_PACKAGE / "configs", _PACKAGE.parent / "experiments" / "configs")
+CONFIG_DIR = next((path for path in _CONFIG_DIRS if path.is_dir()), _CONFIG_DIRS[0])
 _MOST_QUOTED = 1000  # characters at either end of a longer error
 _MAY_BE_EMPTY = ("compile_cache",)
 _IN_BUCKETS = ("run_dir", "output", "verify", "tokenizer", "save_state", "load_state")
@@ -48,7 +52,24 @@ flags.DEFINE_multi_string(
     "my_package.my_method; its code is run. Runs name those that they need.",
 )
 
-type OptionsOf = Callable[[list[str]], type[Config] | None]
+# What the arguments after the flags choose: a class of options, or a text for --help.
+type OptionsOf = Callable[[list[str]], type[Config] | str | None]
+_RENAMED = {"json": "output", "out_dir": "output", "folder": "output"}
+
+
+class _SaysLoading:
+    """A finder of modules that finds none: it says, once, that a slow package is imported."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> None:
+        if name == "jax":
+            sys.meta_path.remove(_SaysLoading)  # pyright: ignore[reportArgumentType]
+            if multiprocessing.parent_process() is None:
+                print("loading JAX", file=sys.stderr, flush=True)
+
+
+if "jax" not in sys.modules:
+    sys.meta_path.insert(0, _SaysLoading)  # pyright: ignore[reportArgumentType]
 
 
 def run(
@@ -60,7 +81,7 @@ def run(
 
     `arguments` names the required arguments after the flags; with None every argument that is not
     a flag is passed to `main`. `options` gives the class of the options that flags and the
-    arguments after them choose, if they choose one: --help shows its fields.
+    arguments after them choose, if they choose one: --help shows its fields, or a text.
     """
     open_standard_streams()
     for name in {"import", "distributed"} & {*flags.FLAGS}:  # which --help shows
@@ -123,6 +144,24 @@ def define_distributed() -> None:
         "How several processes find each other: none, slurm, jobset, or "
         "HOST:PORT,NUM_PROCESSES,PROCESS_ID, where {NAME} is a variable of the environment.",
     )
+
+
+def recipe_options(_: Sequence[str]) -> str:
+    """For --help: what the file of --gin leaves to --param by a name."""
+    from ttcd_jax.run.bindings import find_gin_file, read_file
+
+    if (name := flags.FLAGS.gin) is None:
+        return ""
+    bindings = read_file(find_gin_file(name, CONFIG_DIR), CONFIG_DIR).values()
+    lines = [f'  --param="{x.owner}={x.value!r}"' for x in bindings if not x.field]
+    return "\n".join([f"\nvalues of {name}, besides all that `ttcd show {name}` has:", *lines, ""])
+
+
+def command_line(command: str) -> str:
+    """The command as the user has written it."""
+    is_old = "experiments" in sys.modules
+    program = ("python", "-m", f"experiments.{command}") if is_old else ("ttcd", command)
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def connect(lost_seconds: float = 60.0) -> None:
@@ -204,8 +243,8 @@ def _show_options(options: OptionsOf, command_line: list[str]) -> None:
     with contextlib.suppress(flags.Error):  # a required flag may be missing
         rest = flags.FLAGS(line, known_only=True)
     import_modules(flags.FLAGS["import"].value or ())
-    if (config := options(rest)) is None:
-        return
+    if (config := options(rest)) is None or isinstance(config, str):
+        return print(config or "", end="")
     print(f"\n{inspect.getdoc(config)}\n\noptions and their defaults:")
     for field in dataclasses.fields(config):
         default = "VALUE" if field.default is dataclasses.MISSING else field.default
@@ -217,10 +256,17 @@ def _parse_flags(
     names: Sequence[str] | None, options: OptionsOf | None, command_line: list[str]
 ) -> list[str]:
     flags.FLAGS.set_gnu_getopt(True)  # flags may follow arguments
+    given = {x[2:].partition("=")[0] for x in command_line if x.startswith("--")}
+    for old in given & {*_RENAMED}:
+        if old not in flags.FLAGS and (new := _RENAMED[old]) in flags.FLAGS:
+            raise UserError(f"--{old} is called --{new} here: {flags.FLAGS[new].help}")
     try:
         program, *rest = flags.FLAGS(command_line, known_only=names is None)
     except flags.Error as error:
-        raise UserError(" ".join(str(error).split())) from None
+        text = " ".join(str(error).split())
+        if found := re.search(r"Flag --(\w+) must have a value other than None", text):
+            text = f"--{found[1]} is missing. {flags.FLAGS[found[1]].help}"
+        raise UserError(text) from None
     except SystemExit:
         # Only a help flag exits while flags are parsed, and absl calls that a failure.
         if options is not None:
@@ -269,10 +315,8 @@ def _check_texts(arguments: Sequence[str]) -> None:
 
 def _is_ours(file: str | bytes) -> bool:
     """Whether a file is a part of the program: that it is missing is no user's mistake."""
-    import ttcd_jax
-
-    folders = (Path(__file__).parent, *map(Path, ttcd_jax.__path__))
-    return any(Path(os.fsdecode(file)).absolute().is_relative_to(x) for x in folders)
+    path = Path(os.fsdecode(file)).absolute()
+    return path.is_relative_to(_PACKAGE) or path.is_relative_to(CONFIG_DIR.parent)
 
 
 def _notes(error: Exception) -> str:

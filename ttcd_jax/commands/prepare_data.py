@@ -1,11 +1,11 @@
 """Writes token records from raw text, for runs on RecordsConfig (configs/data/records.gin).
 
-    python -m experiments.prepare_data --input=PATH --tokenizer=FILE.json|byte --output=FOLDER
-                                       [--glob=PATTERN] [--field=text] [--validation_percent=5]
-                                       [--validation_files=N] [--processes=N] [--samples_are_rows]
-    python -m experiments.prepare_data --source=NAME [--download=CACHE] ...
-    python -m experiments.prepare_data --input=PATH --train_tokenizer=VOCAB_SIZE --output=FILE.json
-    python -m experiments.prepare_data --verify=FOLDER
+    ttcd prepare --input=PATH --tokenizer=FILE.json|byte --output=FOLDER
+                 [--glob=PATTERN] [--field=text] [--validation_percent=5]
+                 [--validation_files=N] [--processes=N] [--samples_are_rows]
+    ttcd prepare --source=NAME [--download=CACHE] ...
+    ttcd prepare --input=PATH --train_tokenizer=VOCAB_SIZE --output=FILE.json
+    ttcd prepare --verify=FOLDER
 
 PATH is a file or a folder of
     .txt                a document each
@@ -46,8 +46,8 @@ from typing import Any
 
 from absl import flags
 
-from experiments import cli
 from ttcd_jax import storage, units
+from ttcd_jax.commands import cli
 from ttcd_jax.data import tokenizer
 from ttcd_jax.data.compressed import bytes_read
 from ttcd_jax.data.corpus import CorpusConfig, input_bytes, stream_documents
@@ -56,21 +56,22 @@ from ttcd_jax.data.records import prepare_records, stored_tokens, verify_records
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import whole_folder, write_whole
+from ttcd_jax.terminal import Progress, note
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("input", None, "A file or a folder of documents.")
 flags.DEFINE_string("source", None, "A data set of the hub, instead of --input.")
-flags.DEFINE_string("download", None, "The folder for --source; default: the hub's cache.")
+flags.DEFINE_string("download", None, "The folder for --source (default: the hub's cache).")
 flags.DEFINE_string("output", None, "The folder to make; with --train_tokenizer the file.")
 flags.DEFINE_string("tokenizer", None, "byte, or the path of a tokenizer.json.")
 flags.DEFINE_integer("train_tokenizer", None, "Make a tokenizer with this number of tokens.")
 flags.DEFINE_string("verify", None, "A folder of records whose digests to check.")
-flags.DEFINE_string("glob", None, "Files of a folder; default: all of the one kind it holds.")
+flags.DEFINE_string("glob", None, "Files of a folder (default: all of the one kind it holds).")
 flags.DEFINE_string("field", "text", "Key or column of the text or the token ids.")
 flags.DEFINE_integer("validation_percent", 5, "Documents held out, unless the input has splits.")
 flags.DEFINE_integer("validation_files", 0, "Hold out the last files instead.", lower_bound=0)
 flags.DEFINE_bool("samples_are_rows", False, "Each sample of token ids is one row of the run.")
-flags.DEFINE_integer("processes", None, "Default: one for each core.", lower_bound=1)
+flags.DEFINE_integer("processes", None, "Workers (default: one for each core).", lower_bound=1)
 
 _PROGRESS_SECONDS = 10.0
 _TOKENIZER_BYTES = 2**32  # of files: a tokenizer counts their words in memory
@@ -98,7 +99,7 @@ def _prepare() -> None:
     progress = _Progress(input_bytes(corpus))
     with whole_folder(folder, stored_tokens) as unfinished:
         if stored := stored_tokens(unfinished):
-            _say(f"{stored:,} tokens are stored: reading their text again")
+            note(f"{stored:,} tokens are stored: reading their text again")
         manifest = prepare_records(
             corpus,
             config,
@@ -107,7 +108,7 @@ def _prepare() -> None:
             samples_are_rows=FLAGS.samples_are_rows,
             on_progress=progress.add,
         )
-    progress.show()
+    progress.show(is_last=True)
     _print_manifest(folder, manifest)
 
 
@@ -143,28 +144,25 @@ class _Progress:
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes, self._num_tokens = num_bytes, 0
         self._start = self._shown = time.monotonic()
-        self._bytes_before = 0  # of text whose tokens were stored
+        self._line = Progress(sys.stderr, num_bytes, start=0)
 
     def add(self, num_tokens: int) -> None:
-        if not num_tokens:
-            self._start, self._bytes_before = time.monotonic(), bytes_read()
+        if not num_tokens:  # text whose tokens were stored has been read
+            self._start = time.monotonic()
+            self._line = Progress(sys.stderr, self._num_bytes, bytes_read())
         self._num_tokens += num_tokens
-        if time.monotonic() - self._shown > _PROGRESS_SECONDS:
+        if time.monotonic() - self._shown > (0.2 if self._line.is_live else _PROGRESS_SECONDS):
             self.show()
 
-    def show(self) -> None:
+    def show(self, is_last: bool = False) -> None:
         self._shown = time.monotonic()
         seconds, done = max(self._shown - self._start, 1e-9), bytes_read()
         line = f"{self._num_tokens:,} tokens, {self._num_tokens / seconds:,.0f} tokens/s"
+        left = self._line.left(done)
         if 0 < done <= self._num_bytes:
             line += f", {done / self._num_bytes:.1%} of {units.size(self._num_bytes)}"
-            if new := done - self._bytes_before:
-                line += f", {units.clock((self._num_bytes - done) / new * seconds)} left"
-        _say(line)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+            line += left and f", {left}"
+        self._line.show(line, is_last)
 
 
 def _train_tokenizer() -> None:
@@ -175,7 +173,7 @@ def _train_tokenizer() -> None:
     documents = (d for split, d in stream_documents(corpus, ("train",)) if split == "train")
     step = 1 + input_bytes(corpus, ("train",)) // _TOKENIZER_BYTES
     if step > 1:
-        _say(f"one document of {step} is read, about {units.size(_TOKENIZER_BYTES)} of the input")
+        note(f"one document of {step} is read, about {units.size(_TOKENIZER_BYTES)} of the input")
     chosen = itertools.islice(documents, None, None, step)
     texts = (tokenizer.decoded(d.text, name=f"{d.name}: ") for d in chosen)
     write_whole(path, tokenizer.train_tokenizer(texts, FLAGS.train_tokenizer))

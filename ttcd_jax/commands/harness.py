@@ -1,8 +1,8 @@
 """lm-evaluation-harness' own command, `lm_eval`, with runs as models.
 
-    ttcd_lm_eval --model ttcd_jax --model_args run_dir=DIR,step=N,batch_size=16 --tasks hellaswag
+    ttcd lm_eval --model ttcd_jax --model_args run_dir=DIR,step=N,batch_size=16 --tasks hellaswag
 
-`python -m experiments.harness` is the same. The harness looks for models in its own registry only,
+`ttcd_lm_eval` is the same. The harness looks for models in its own registry only,
 so its command `lm_eval` has to be started here. All flags are the harness', and --import=MODULE: it
 imports a module of the run.
 """
@@ -14,10 +14,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from absl import logging
 
-from experiments import cli
+from ttcd_jax.commands import cli  # says that the next ones are loaded
 from ttcd_jax.config import closest
 from ttcd_jax.errors import UserError
 from ttcd_jax.measure.scorer import Scorer
@@ -29,6 +28,7 @@ try:
     from ttcd_jax.measure import harness  # before lm_eval: it is offline from then on
 except ImportError as error:
     sys.exit(f"error: {error}: install ttcd_jax[harness]")
+import jax
 import lm_eval.__main__
 import lm_eval.api.registry
 

@@ -1,11 +1,11 @@
 """Trains a model: one .gin file in, one run directory out. The same command resumes an interrupted
 run.
 
-    python -m experiments.launch --gin=quickstart.gin [--param='RunConfig.steps=20' ...]
-                                 [--run_dir=DIR] [--change=RunConfig.steps ...]
-                                 [--dry_run | --rehearse [--topology=h100x64]]
-                                 [--distributed=slurm] [--hang_seconds=60]
-                                 [--profile=START:STOP] [--compile_cache=DIR]
+    ttcd launch --gin=quickstart.gin [--param='RunConfig.steps=20' ...]
+                [--run_dir=DIR] [--change=RunConfig.steps ...]
+                [--dry_run | --rehearse [--topology=h100x64]]
+                [--distributed=slurm] [--hang_seconds=60]
+                [--profile=START:STOP] [--compile_cache=DIR]
 
 SIGTERM, SIGHUP or Ctrl-C finishes the step, saves, and exits with status 75: the same command
 resumes, on any number of devices. A second Ctrl-C exits at once. SIGUSR1 saves after the step,
@@ -15,7 +15,6 @@ lost, or hangs, the others exit with status 7.
 
 import gc
 import os
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -23,15 +22,15 @@ from typing import Any
 
 from absl import flags
 
-from experiments import cli
 from ttcd_jax import terminal
+from ttcd_jax.commands import cli
 from ttcd_jax.errors import DataError, UserError
 
 FLAGS = flags.FLAGS
 cli.define_distributed()
-flags.DEFINE_string("gin", None, "A file in experiments/configs/, or a path.", required=True)
+flags.DEFINE_string("gin", None, "One of `ttcd recipes`, or a path.", required=True)
 flags.DEFINE_multi_string("param", [], "A binding that overrides the file, as Class.field=value.")
-flags.DEFINE_string("run_dir", None, "The run directory; default: runs/<name of the gin file>.")
+flags.DEFINE_string("run_dir", None, "The run directory (default: runs/<name of the gin file>).")
 flags.DEFINE_multi_string(
     "change", [], "A field, as Class.field, that may differ from the run that is resumed."
 )
@@ -43,7 +42,7 @@ flags.DEFINE_bool(
 )
 flags.mark_bool_flags_as_mutual_exclusive(["dry_run", "rehearse"])
 flags.DEFINE_string(
-    "topology", None, "Devices of --dry_run or --rehearse, as in h100x64; default: those here."
+    "topology", None, "Devices of --dry_run or --rehearse, as in h100x64 (default: those here)."
 )
 flags.DEFINE_float(
     "hang_seconds",
@@ -56,8 +55,8 @@ flags.DEFINE_string("profile", None, "START:STOP, the steps to trace into RUN_DI
 flags.DEFINE_string(
     "compile_cache",
     None,
-    "Folder of compiled programs, empty: none; default: JAX_COMPILATION_CACHE_DIR, else "
-    "~/.cache/ttcd_jax.",
+    "Folder of compiled programs, empty: none (default: JAX_COMPILATION_CACHE_DIR, else "
+    "~/.cache/ttcd_jax).",
 )
 
 RESUME_ME = 75  # EX_TEMPFAIL
@@ -77,8 +76,6 @@ def main(argv: list[str]) -> None:
     gin_file = find_gin_file(FLAGS.gin, cli.CONFIG_DIR)
     read_file(gin_file, cli.CONFIG_DIR)
     read_params(FLAGS.param, cli.CONFIG_DIR)
-    if is_planned:
-        print(f"planning {gin_file.name}: importing JAX", file=sys.stderr, flush=True)
     gc.disable()  # a fifth of the time of imports and of tracing
     with terminal.phase("importing"):
         from ttcd_jax.run import training
@@ -113,7 +110,7 @@ def main(argv: list[str]) -> None:
     source = gin_file.read_text(encoding="utf-8") + params
     run = training.train_run(config, run_dir.path, source=source, changes=FLAGS.change, **options)
     if run.stopped_by is not None:
-        command = shlex.join(["python", "-m", "experiments.launch", *sys.argv[1:]])
+        command = cli.command_line("launch")
         terminal.say(
             f"stopped by {run.stopped_by} at step {run.step}, checkpoint saved; run the same "
             f"command to go on: {command}"
@@ -123,8 +120,8 @@ def main(argv: list[str]) -> None:
 
 def _plan(config: Any, run_dir: Any, unreachable: OSError | None) -> None:
     """The run's dry run or rehearsal."""
-    from experiments import plan
-    from experiments.rehearsal import Rehearsal
+    from ttcd_jax.commands import plan
+    from ttcd_jax.commands.rehearsal import Rehearsal
     from ttcd_jax.run import training
 
     cli.clean_up_on_sigterm()
@@ -140,4 +137,4 @@ def _plan(config: Any, run_dir: Any, unreachable: OSError | None) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, options=cli.recipe_options)

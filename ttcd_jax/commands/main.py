@@ -1,0 +1,47 @@
+"""`ttcd COMMAND ...`, or `python -m ttcd_jax COMMAND ...`: runs the module of a command."""
+
+import difflib
+import importlib.metadata
+import os
+import runpy
+import sys
+
+# By command: its module, what is put before its arguments, what it does.
+COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "launch": ("launch", (), "train a model by a recipe; the same command resumes the run"),
+    "plan": ("launch", ("--dry_run",), "parameters, bytes, FLOPs and time of a run, before it"),
+    "evaluate": ("evaluate", (), "measure a run: perplexity, RULER, needles and other tasks"),
+    "report": ("report", (), "one HTML page of several runs, and their tables"),
+    "generate": ("generate", (), "text after prompts, answers to messages"),
+    "convert": ("convert", (), "import and export: Hugging Face, GGUF, the authors' checkpoints"),
+    "prepare": ("prepare_data", (), "token records from raw text"),
+    "study": ("study", (), "train and compare several recipes with several seeds"),
+    "lm_eval": ("harness", (), "lm-evaluation-harness with runs as models"),
+    "recipes": ("recipes", (), "list the recipes, or those with all words of a search"),
+    "show": ("show", (), "the configuration of a recipe, whole, and the file of each value"),
+    "completion": ("completion", (), "print a script that completes these commands in a shell"),
+}
+
+
+def main() -> None:
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in ("--help", "-h", "help"):
+        lines = [f"  {command:<11} {text}" for command, (_, _, text) in COMMANDS.items()]
+        print("ttcd COMMAND ...\n", *lines, "\nttcd COMMAND --help: its flags", sep="\n")
+    elif name == "--version":
+        print(f"ttcd {importlib.metadata.version('ttcd-jax')}")
+    elif name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
+        print(f"error: ttcd has no command {name!r}; {hint}", file=sys.stderr)
+        sys.exit(2)
+    else:
+        if not sys.flags.safe_path and os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # for --import=my_module
+        module, before, _ = COMMANDS[name]
+        sys.argv[1:] = [*before, *rest]
+        runpy.run_module(f"ttcd_jax.commands.{module}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
