@@ -177,8 +177,7 @@ def test_labels_say_the_rule_and_results_of_an_earlier_version_get_them(toy, tmp
     assert evaluate(toy(), subject, 7).label == label  # as measured before
     nothing = _subject(tmp_path, memory=MemoryConfig(chunk_size=4, eta=0.0), student_window=4)
     assert [*nothing.variants()] == ["IP-TTCD, eta = 0, no gap"]  # nothing to switch off
-    frozen = StreamMemoryConfig(chunk_size=4, is_frozen=True)
-    alone = config_of("ipttcd_stream", memory=frozen, window=2)
+    alone = config_of("ipttcd_stream", memory=StreamMemoryConfig(is_frozen=True), window=2)
     assert switched_off(alone, length=8) == alone  # nothing is written
 
 

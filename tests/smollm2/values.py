@@ -1,4 +1,5 @@
-"""The answers of transformers to `asked.py`, in float32: writes `values.json`.
+"""The answers of transformers to `asked.py`, in float32: writes `values.json`. Of the questions
+every second is asked, of the contexts every third, and the shorter excerpt alone under a window.
 
     python values.py REQUESTS GGUF TOKENIZER TEMPLATE     with torch, transformers and gguf
 
@@ -60,14 +61,14 @@ def main():
             "torch": torch.__version__,
             "texts": [continued(ids, NEW_TOKENS) for ids in asked["texts"]],
             "losses": [rounded(-log_probabilities(ids)) for ids in asked["excerpts"]],
-            "windowed": [rounded(-log_probabilities(ids, WINDOW)) for ids in asked["excerpts"]],
-            "sinks": [rounded(-log_probabilities(x, WINDOW, SINKS)) for x in asked["excerpts"]],
+            "windowed": [rounded(-log_probabilities(ids, WINDOW)) for ids in asked["excerpts"][1:]],
+            "sinks": [rounded(-log_probabilities(x, WINDOW, SINKS)) for x in asked["excerpts"][1:]],
             "questions": [
                 rounded(log_probabilities(x + y)[len(x) - 1 :].sum() for x, y in answers)
-                for answers in asked["questions"]
+                for answers in asked["questions"][::2]
             ],
             "chat": conversation(asked["chat"]),
-            "contexts": [continued(ids, ANSWER_TOKENS) for ids in asked["contexts"]],
+            "contexts": [continued(ids, ANSWER_TOKENS) for ids in asked["contexts"][::3]],
         }
     text = json.dumps(values).replace("], [", "],\n  [").replace(', "', ',\n "')
     Path(__file__).with_name("values.json").write_text(text + "\n")
