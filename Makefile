@@ -11,6 +11,7 @@ STEPS :=
 RUNS := runs/quickstart$(if $(STEPS),-$(STEPS))
 SHORT := $(if $(STEPS),--param=STEPS=$(STEPS))
 FEW := $(if $(STEPS),--max_rows=16)
+FAR := $(if $(STEPS),,,4096,12288)
 LAUNCH := $(PYTHON) -m experiments.launch $(SHORT)
 EVALUATE := $(PYTHON) -m experiments.evaluate
 
@@ -36,7 +37,7 @@ quickstart: .venv ## train and evaluate on text and on evidence, make the page (
 	$(EVALUATE) --run_dir=$(RUNS)/text_swa --task=ppl --seq_len=4096 $(FEW)
 	$(LAUNCH) --gin=evidence.gin --run_dir=$(RUNS)/evidence
 	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=evidence
-	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=needle --by=prefill --distances=64,256,1024,4096,12288
+	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=needle --by=prefill --distances=64,256,1024$(FAR)
 	$(LAUNCH) --gin=evidence_no_gap.gin --run_dir=$(RUNS)/evidence_no_gap
 	$(EVALUATE) --run_dir=$(RUNS)/evidence_no_gap --task=evidence
 	@$(PYTHON) -m experiments.report --output=$(RUNS) --run_dir=$(RUNS)/text \

@@ -166,9 +166,10 @@ def test_an_import_that_gets_a_memory_starts_at_its_base(name, method, tmp_path)
     expected = logits(base, params)
     model, params = grown(f"cpt/{method}_qwen3_0_6b.gin")
     np.testing.assert_array_equal(logits(model, params), expected)
-    moved = jax.tree.map(lambda x: x + 0.1, params)  # the memory is there
-    off = model.replace(memory=model.memory.switched_off(40))
-    assert not np.array_equal(logits(model, moved), logits(off, moved))
+    if name in ("full", "swa"):  # of each method one: the memory is there
+        moved = jax.tree.map(lambda x: x + 0.1, params)
+        off = model.replace(memory=model.memory.switched_off(40))
+        assert not np.array_equal(logits(model, moved), logits(off, moved))
     if name == "full":  # the delta rule computes its chunks in turn
         corrected = grown("continued/ipttcd_delta.gin", "BOOKS='books'")
         assert distance(logits(*corrected), expected) < 1e-5

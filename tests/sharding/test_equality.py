@@ -15,7 +15,7 @@ from ttcd_jax.train.optimizer import MuonSettings, OptimizerConfig, ScheduleConf
 
 # data x fsdp x seq x tensor. The window reaches over the shards of three devices.
 EVERYWHERE = "1x1x4x2"
-MESHES = {"ipttcd": ["1x8x1x1", "1x1x8x1", EVERYWHERE], "ipttcd_stream": ["2x2x2x1", EVERYWHERE]}
+MESHES = {"ipttcd": ["1x1x8x1", EVERYWHERE], "ipttcd_stream": ["2x2x2x1", EVERYWHERE]}
 # Float64; what the memory holds is measured in float32.
 TOLERANCE = 1e-6
 
