@@ -10,6 +10,8 @@ PYTHON := .venv/bin/python
 STEPS :=
 RUNS := runs/quickstart$(if $(STEPS),-$(STEPS))
 SHORT := $(if $(STEPS),--param=STEPS=$(STEPS))
+FEW := $(if $(STEPS),--max_rows=16)
+FAR := $(if $(STEPS),,,4096,16384)
 LAUNCH := $(PYTHON) -m experiments.launch $(SHORT)
 EVALUATE := $(PYTHON) -m experiments.evaluate
 
@@ -30,12 +32,12 @@ help: ## this list
 
 quickstart: .venv ## train and evaluate on text and on evidence, make the page (STEPS=20: short)
 	$(LAUNCH) --gin=quickstart.gin --run_dir=$(RUNS)/text
-	$(EVALUATE) --run_dir=$(RUNS)/text --task=ppl --seq_len=4096
+	$(EVALUATE) --run_dir=$(RUNS)/text --task=ppl --seq_len=4096 $(FEW)
 	$(LAUNCH) --gin=quickstart.gin --param="include 'method/swa.gin'" --run_dir=$(RUNS)/text_swa
-	$(EVALUATE) --run_dir=$(RUNS)/text_swa --task=ppl --seq_len=4096
+	$(EVALUATE) --run_dir=$(RUNS)/text_swa --task=ppl --seq_len=4096 $(FEW)
 	$(LAUNCH) --gin=evidence.gin --run_dir=$(RUNS)/evidence
 	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=evidence
-	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=needle --by=prefill --distances=64,1024,4096,16384
+	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=needle --by=prefill --distances=64,1024$(FAR)
 	$(LAUNCH) --gin=evidence_no_gap.gin --run_dir=$(RUNS)/evidence_no_gap
 	$(EVALUATE) --run_dir=$(RUNS)/evidence_no_gap --task=evidence
 	@$(PYTHON) -m experiments.report --output=$(RUNS) --run_dir=$(RUNS)/text \

@@ -114,13 +114,7 @@ def lock(file: int | IO[Any], kind: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None
 
 def names(path: Path) -> list[str]:
     """The objects below a folder in a bucket, by their names in it."""
-    from tensorstore import KvStore
-
-    def listed(store: Any, key: str) -> Any:
-        below = KvStore.KeyRange(f"{key}/", f"{key}0")
-        return store.list(below, strip_prefix_length=len(key.encode()) + 1)
-
-    found = map(bytes.decode, _ask(path, listed))
+    found = map(bytes.decode, _ask(path, lambda store, key: (store / f"{key}/").list()))
     return [name for name in found if name == UNFINISHED or address(path / name)]
 
 
@@ -181,7 +175,7 @@ def push_held(folder: Path) -> None:
 class _Lease:
     def __init__(self, folder: Path) -> None:
         self._text = f"process {os.getpid()} on {socket.gethostname()}\n{uuid.uuid4().hex}\n"
-        self._path, self._turn = folder / "lock", 0
+        self._path = folder / "lock"
         self._busy, self._is_over = threading.Lock(), threading.Event()
         self._generation = self._free()
         self.renew()
@@ -193,8 +187,7 @@ class _Lease:
     def renew(self) -> None:
         """Writes the lock again. Raises `OSError` if it is another's."""
         with self._busy:
-            self._turn += 1  # the generation of S3 is a digest
-            text = f"{self._text}{self._turn}\n"
+            text = f"{self._text}{uuid.uuid4().hex}\n"  # the generation of S3 is a digest
             stamp = _put(self._path, text, if_equal=self._generation)
             if not stamp.generation:
                 found = _get(self._path)  # ours, if the answer to a write was lost

@@ -20,6 +20,8 @@ from ttcd_jax.files import write_json
 from ttcd_jax.measure.results import evaluate, merged, read_all_results, read_results, task_sections
 from ttcd_jax.measure.task import RowTask, Subject, find_task, register, row_scores
 from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.methods.ipttcd_stream import StreamMemoryConfig
+from ttcd_jax.models.config import switched_off
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 from ttcd_jax.run.bindings import rebound
@@ -175,6 +177,8 @@ def test_labels_say_the_rule_and_results_of_an_earlier_version_get_them(toy, tmp
     assert evaluate(toy(), subject, 7).label == label  # as measured before
     nothing = _subject(tmp_path, memory=MemoryConfig(chunk_size=4, eta=0.0), student_window=4)
     assert [*nothing.variants()] == ["IP-TTCD, eta = 0, no gap"]  # nothing to switch off
+    alone = config_of("ipttcd_stream", memory=StreamMemoryConfig(is_frozen=True), window=2)
+    assert switched_off(alone, length=8) == alone  # nothing is written
 
 
 def test_a_bucket_may_be_a_number_and_results_are_there_before_pictures(

@@ -14,7 +14,6 @@ lost, or hangs, the others exit with status 7.
 """
 
 import gc
-import os
 import signal
 import sys
 from pathlib import Path
@@ -89,18 +88,14 @@ def main(argv: list[str]) -> None:
     gc.enable()
 
     cli.keep_programs(FLAGS.compile_cache)
-    path, unreachable = FLAGS.run_dir or Path("runs") / Path(FLAGS.gin).stem, None
-    try:
-        run_dir = RunDirectory(path)
-    except OSError as error:  # of a bucket
-        if not FLAGS.rehearse:
-            raise
-        run_dir, unreachable = RunDirectory(os.devnull), error
+    path = FLAGS.run_dir or Path("runs") / Path(FLAGS.gin).stem
+    # A rehearsal reports a bucket that cannot be reached.
+    run_dir = RunDirectory(path, may_be_unreachable=FLAGS.rehearse)
     run_dir.check_imports()  # or a class would be unknown
     options = {"config_dir": cli.CONFIG_DIR, "inherit": inherited_model(run_dir)}
     config = load_config(RunConfig, FLAGS.gin, FLAGS.param, **options)
     if is_planned:
-        _plan(config, run_dir, unreachable)
+        _plan(config, run_dir)
         return
     window = step_window(FLAGS.profile, config.steps) if FLAGS.profile else range(0)
     cli.connect(FLAGS.hang_seconds)
@@ -118,7 +113,7 @@ def main(argv: list[str]) -> None:
         sys.exit(RESUME_ME)
 
 
-def _plan(config: Any, run_dir: Any, unreachable: OSError | None) -> None:
+def _plan(config: Any, run_dir: Any) -> None:
     """The run's dry run or rehearsal."""
     from ttcd_jax.commands import plan
     from ttcd_jax.commands.rehearsal import Rehearsal
@@ -127,7 +122,7 @@ def _plan(config: Any, run_dir: Any, unreachable: OSError | None) -> None:
     cli.clean_up_on_sigterm()
     target = None if FLAGS.topology is None else plan.use_topology(FLAGS.topology)
     if FLAGS.rehearse:
-        Rehearsal(config, run_dir, target, FLAGS.change, unreachable).run()
+        Rehearsal(config, run_dir, target, FLAGS.change).run()
         return
     try:
         training.check(config, run_dir)

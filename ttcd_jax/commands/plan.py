@@ -27,16 +27,9 @@ from ttcd_jax.sharding import collectives as counter
 from ttcd_jax.sharding.collectives import Collective, collectives
 from ttcd_jax.sharding.mesh import num_nodes
 from ttcd_jax.storage import user_cache
+from ttcd_jax.train import hardware as sheets
 from ttcd_jax.train.flops import training_flops_per_token
-from ttcd_jax.train.hardware import (
-    DEVICES_PER_NODE,
-    NETWORK_HOP,
-    NODE_HOP,
-    Hardware,
-    data_sheet,
-    device_bytes,
-    parse_topology,
-)
+from ttcd_jax.train.hardware import Hardware, data_sheet, device_bytes, parse_topology
 from ttcd_jax.train.state import num_params
 from ttcd_jax.units import size as size_text
 
@@ -120,7 +113,7 @@ def _planned(config: RunConfig, mesh: Mesh, target: Target | None) -> Plan:
             origin = f"by a CPU's program, up to twice as much ({reason})"
     print(f"compiling the step for {where}, once: seconds to minutes", file=sys.stderr, flush=True)
     used, made = make_plan(program, step)
-    per_node = min(mesh.size, DEVICES_PER_NODE)
+    per_node = min(mesh.size, sheets.DEVICES_PER_NODE)
     if target is None:
         per_node = mesh.size // num_nodes([*mesh.devices.flat])
     try:
@@ -153,7 +146,7 @@ def times_of(flops: float, sent: Sequence[Collective], hardware: Hardware) -> Ti
         slower = max(network / hardware.network_rate, node / hardware.node_rate)
         ring, tree = one.devices - 1, 2 * math.ceil(math.log2(one.devices))
         hops = {"all-gather": ring, "reduce-scatter": ring, "all-reduce": tree}.get(one.kind, 1)
-        hop = NETWORK_HOP * network + NODE_HOP * node
+        hop = sheets.NETWORK_HOP * network + sheets.NODE_HOP * node
         seconds = left = one.times * (one.sent * slower / LINK_SHARE + hops * hop)
         beside += seconds * one.is_beside_work
         for link, share in shares.items():  # the network has the time of what uses it
@@ -261,8 +254,8 @@ def _time(
     return lines | {
         f"links at {LINK_SHARE:.0%}": (
             f"NVLink {hardware.node_rate / 1e9:.0f}, network {hardware.network_rate / 1e9:.0f} "
-            f"GB/s per device and direction (NVIDIA's data sheets), {NODE_HOP * 1e6:.3g} and "
-            f"{NETWORK_HOP * 1e6:.3g} us a hop (NCCL's table)"
+            f"GB/s per device and direction (NVIDIA's data sheets), {sheets.NODE_HOP * 1e6:.3g} "
+            f"and {sheets.NETWORK_HOP * 1e6:.3g} us a hop (NCCL's table)"
         ),
         "step": (
             f"{_clock(shortest)} to {_clock(longest)}, {shortest * config.steps / 3600:,.1f} to "

@@ -48,13 +48,12 @@ _FAILURES = (UserError, OSError, jax.errors.JaxRuntimeError)
 @dataclasses.dataclass
 class Rehearsal:
     """Of a run on the devices of `target`, or on those here. `changes`: the fields that may differ
-    from those of the run in `run_dir`; `unreachable`: why there is none where the run has it."""
+    from those of the run in `run_dir`."""
 
     config: RunConfig
     run_dir: RunDirectory
     target: plan.Target | None
     changes: Sequence[str] = ()
-    unreachable: OSError | None = None
 
     def run(self) -> None:
         """Tries the parts and prints what was tried. Nothing stays but what the caches keep. Raises
@@ -148,9 +147,8 @@ class Rehearsal:
 
     def saved(self) -> str:
         """In a folder of its own, which is removed with all folders above that were not there."""
-        if self.unreachable is not None:
-            raise self.unreachable
         path = self.run_dir.path
+        self.run_dir.fetch()
         check_directory(self.run_dir.checkpoints)
         self.run_dir.check_free()
         if self.run_dir.is_claimed:

@@ -51,7 +51,7 @@ class Subject(NamedTuple):
         return self.label or ", ".join(filter(None, (self.model.config.label, self.changes)))
 
     def variants(self) -> dict[str, Transformer]:
-        """The model with its fast weights on and off (eta = 0), if they have a rate eta above 0."""
+        """The model with its fast weights on and off (eta = 0), if that makes a difference."""
         off = switched_off(config := self.model.config, length=1)
         if off in (None, config) or not has_in_place_memory(config):
             return {self.name: self.model}

@@ -49,10 +49,11 @@ class InPlaceSettings(Settings):
         return "".join(x for x, is_on in self.rules.items() if is_on) if self.eta else ", eta = 0"
 
     stores_keys: ClassVar[bool] = True  # whether it writes errors under keys
+    is_frozen: ClassVar[Any] = False  # whether a memory is read and never written
     rules: ClassVar[Any] = {}  # words of a label -> whether they are true of a memory that is read
 
     def switched_off(self, length: int) -> "InPlaceSettings":
-        return self.replace(eta=0.0)
+        return self if self.is_frozen else self.replace(eta=0.0)
 
     def correction_flops(self, mlp: MLPConfig, length: int) -> int | float:
         """Of the delta rule: the memory's answers to all keys, overlaps of the keys of a chunk, and

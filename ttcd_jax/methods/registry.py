@@ -25,7 +25,6 @@ class Settings(Config):
 
     words: ClassVar[Any] = ""  # what they add to the method's label
     goes_on_as_student: ClassVar[bool] = False  # whether the model's own stream is the student's
-    is_frozen: ClassVar[Any] = False  # whether a memory is read and never written
 
     @classmethod
     def alternatives(cls) -> list[type[Config]]:

@@ -19,14 +19,8 @@ from ttcd_jax.nn.block import Block, BlockConfig, Configured, MemoryStats, Repor
 from ttcd_jax.nn.linear import normal_param, rms_norm
 from ttcd_jax.nn.product import PRODUCT
 from ttcd_jax.nn.row import Control, Hidden, Row, check_array
-from ttcd_jax.sharding.rules import (
-    constrain,
-    copied,
-    gathered,
-    is_distributed,
-    never_saves_gathered,
-    take_copy,
-)
+from ttcd_jax.sharding import rules
+from ttcd_jax.sharding.rules import constrain, copied, gathered, is_distributed, take_copy
 from ttcd_jax.sharding.vocabulary import lookup
 from ttcd_jax.tokens import check_tokens
 
@@ -241,7 +235,7 @@ class Transformer(Configured):
 
 _BOUNDARY = "residual stream"  # the input of a block
 _POLICIES = {
-    "none": never_saves_gathered,
+    "none": rules.never_saves_gathered,
     "block": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENTION),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(

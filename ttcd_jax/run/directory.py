@@ -54,9 +54,10 @@ _CLAIM = ("environment.json", MANIFEST, "config.gin", "config.json")
 
 
 class RunDirectory:
-    """Paths and small files of one run."""
+    """Paths and small files of one run. Raises `OSError` for one in a bucket that cannot be
+    reached, unless it `may_be_unreachable`."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, may_be_unreachable: bool = False) -> None:
         if not isinstance(path, str | os.PathLike):
             raise UserError(f"a run directory is a path, not {path!r:.60}")
         check_text("the run directory", str(path), in_bucket=True)
@@ -69,7 +70,8 @@ class RunDirectory:
                 "set LC_ALL=C.UTF-8"
             ) from error
         self.checkpoints = self.path / "checkpoints"
-        self.fetch()
+        with contextlib.suppress(*[OSError] * may_be_unreachable):
+            self.fetch()
 
     def fetch(self, *, is_locked: bool = False) -> None:
         """Brings the copy of a directory in a bucket up to date, its checkpoints as far as their

@@ -65,9 +65,7 @@ def mesh_config(
 
 
 def run_mesh(
-    config: RunConfig,
-    devices: Sequence[Any] | None = None,
-    hardware: Hardware | None = None,
+    config: RunConfig, devices: Sequence[Any] | None = None, hardware: Hardware | None = None
 ) -> Mesh:
     """The mesh of a run over `devices` (default: all of the job). With `hardware` they stand for
     its, in nodes of `DEVICES_PER_NODE`. `UserError` as `build_mesh`."""

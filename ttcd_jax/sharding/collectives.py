@@ -16,12 +16,13 @@ A ring leaves a node at one of g hops, and NCCL lays one through each of a node'
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
+_COMPUTATION = re.compile(r"(?ms)^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}")
 _KIND = r" ((?:all-|collective-|ragged-|reduce-scatter|send|recv)[\w-]*)\("
 _COLLECTIVE = re.compile(r"%?([\w.\-]+) = (.*?)" + _KIND + r"[^%)]*%([\w.\-]+)")
 _CALLEES = re.compile(
@@ -53,33 +54,24 @@ def collectives(text: str, mesh: Mapping[str, int], node_size: int) -> list[Coll
     """The collectives of a step on a mesh of these sizes, from `compiled.as_text()`: every branch
     of a conditional, a loop as often as the compiler notes. Raises `ValueError` for what it cannot
     count: a loop of unknown length, devices that are written in another way, another kind."""
-    computations, entry, lines = dict[str, list[str]](), "", list[str]()
-    for line in text.splitlines():
-        if match := _COMPUTATION.match(line):
-            lines = computations[match[2]] = []
-            entry = match[2] if match[1] else entry
-        else:
-            lines.append(line)
+    found = _COMPUTATION.findall(text)
+    computations = {name: lines.splitlines() for _, name, lines in found}
 
     @functools.cache
-    def counted(name: str) -> dict[Collective, int]:
+    def counted(name: str) -> Counter[Collective]:
         if name not in computations:
             raise ValueError(f"a program without its computation {name!r}")
-        total: dict[Collective, int] = {}
-        for one in _in_order(computations[name], mesh, node_size):
-            total[one] = total.get(one, 0) + 1
+        total = Counter(_in_order(computations[name], mesh, node_size))
         for line in computations[name]:
-            callees = re.findall(r"%([\w.\-]+)", " ".join(_CALLEES.findall(line)))
-            inside = [item for callee in callees for item in counted(callee).items()]
-            times = 1
-            if inside and " while(" in line:
-                if (trips := _TRIPS.search(line)) is None:
+            trips = _TRIPS.search(line)
+            for callee in re.findall(r"%([\w.\-]+)", " ".join(_CALLEES.findall(line))):
+                if counted(callee) and " while(" in line and trips is None:
                     raise ValueError(f"a loop of unknown length: {line.strip()[:80]}")
-                times = int(trips[1])
-            for one, count in inside:
-                total[one] = total.get(one, 0) + times * count
+                for one, count in counted(callee).items():
+                    total[one] += count * int(trips[1] if trips else 1)
         return total
 
+    entry = next((name for is_entry, name, _ in found if is_entry), "")
     return [one._replace(times=count) for one, count in counted(entry).items()]
 
 

@@ -35,7 +35,7 @@ from ttcd_jax.measure.page import Section, write_page
 from ttcd_jax.measure.pictures import Picture, coloured_by_run
 from ttcd_jax.measure.results import check_comparable, evaluate, headroom_sections, read_results
 from ttcd_jax.measure.task import MEMORY_OFF, MEMORY_ON, Series, Subject, Task, digest
-from ttcd_jax.models.config import has_in_place_memory, layers_with_teacher
+from ttcd_jax.models.config import has_in_place_memory, layers_with_teacher, switched_off
 from ttcd_jax.registry import IMPORTED_MODULES
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig, accepted_changes
@@ -355,11 +355,7 @@ def _headroom(
     """The share of the headroom that every recipe gives back, with the seeds of the one that writes
     no memory and sees the most."""
     base, models = next(iter(measured)), {x: recipes[x].config.model for x in measured}
-    silent = (
-        x
-        for x, y in models.items()
-        if not (has_in_place_memory(y) and y.settings) or y.settings.is_frozen
-    )
+    silent = (x for x, y in models.items() if switched_off(y, length=1) in (None, y))
     full = max((base, *silent), key=lambda name: models[name].stream_window or math.inf)
     if full == base:
         return []
