@@ -136,11 +136,17 @@ test: .venv .venv/test .venv/hopper .venv/harness .venv/smollm2 ## the whole tes
 	$(PYTHON) -m pytest -n 2 --dist=worksteal
 
 wheel: .venv ## the wheels of ttcd-jax and ttcd-kernels, into dist/
-	@rm -rf build kernels/build
+	@rm -rf dist build kernels/build
 	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./kernels .
 
-ends: .venv .venv/test ## both wheels in fresh environments, beside the oldest and the newest of what they need
+ends: wheel .venv/test ## both wheels in fresh environments, beside the oldest and the newest of what they need
 	$(PYTHON) -m pytest -rs tests/ends.py
+
+IMAGE := ttcd_jax
+EXTRAS :=
+
+image: wheel ## the image of docker/Dockerfile (IMAGE=NAME; EXTRAS=report,eval: for CPUs)
+	docker build --file docker/Dockerfile $(if $(EXTRAS),--build-arg EXTRAS=$(EXTRAS)) --tag $(IMAGE) .
 
 lint: .venv .venv/test .venv/harness ## ruff and pyright
 	$(PYTHON) $(PIP) --editable ./kernels --editable '.[dev]'

@@ -48,8 +48,9 @@ def sbatch(tmp_path):
 
 
 def _launch_flags(command):
-    """(gin, run_dir, distributed) of a command line, as `experiments.launch` reads it."""
-    assert command[:3] == ["python", "-m", "experiments.launch"]
+    """(gin, run_dir, distributed) of a command line, as the launch reads it."""
+    assert command[:2] == ["python", "-m"]
+    assert command[2] in ("experiments.launch", "ttcd_jax.commands.launch")
     program = (
         "import sys; from ttcd_jax.commands import launch; flags = launch.FLAGS; flags(sys.argv);"
         "print(flags.gin, flags.run_dir, flags.distributed)"
