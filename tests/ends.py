@@ -23,7 +23,7 @@ COMMANDS = {
     "generate": ["--run_dir=run", "--prompt_file=text/0.txt", "--max_new_tokens=2"],
     "convert": ["export", "--format=huggingface", "run", "exported"],
     "report": ["--run_dir=run", "--output=page"],
-    "prepare_data": ["--input=text", "--output=records", "--train_tokenizer=300"],
+    "prepare": ["--input=text", "--output=records", "--train_tokenizer=300"],
 }
 EXAMPLES = {
     "train_on_your_iterator": ["counting"],
@@ -87,7 +87,7 @@ def test_installs_and_runs_at_both_ends(end, python, wheels, tmp_path):
     run(*install, wheels[1], f"{wheels[0]}[report,eval]" if end == "newest" else wheels[0])
     print(run(*pip, "freeze"))
     for name, options in COMMANDS.items():
-        output = run(binaries / "python", "-m", f"ttcd_jax.commands.{name}", *options)
+        output = run(binaries / "ttcd", name, *options)
         if name == "evaluate":
             assert ("install ttcd_jax[report]" in output) == (end == "oldest")
     for name, options in EXAMPLES.items():
