@@ -21,7 +21,7 @@ FOLDERS = {
     "kernels/ttcd_kernels": "ttcd_kernels",
 }
 BESIDE = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
-TINY = ["--param=RunConfig.steps=1", "--param=RunConfig.batch_size=2"]
+TINY = [f"--param=RunConfig.{x}" for x in ("steps=3", "batch_size=2", "log_every=1")]
 TEXT = ["--gin=text.gin", "--param=TEXT='text'", "--param=TextConfig.seq_len=128", *TINY]
 PPL = ["--task=ppl", "--max_rows=2", "--seq_len=32"]
 # Each in the folder of the ones before it.
@@ -31,19 +31,19 @@ COMMANDS = {
     "report": ["--run_dir=run", "--output=page"],
     "generate": ["--run_dir=run", "--prompt_file=text/0.txt", "--max_new_tokens=2"],
     "convert": ["export", "--format=huggingface", "run", "exported"],
-    "prepare_data": ["--input=text", "--output=records", "--train_tokenizer=300"],
+    "prepare": ["--input=text", "--output=records", "--train_tokenizer=300"],
     "study": ["--help"],
-    "harness": ["--help"],
+    "lm_eval": ["--help"],
 }
 # Each in a fork of a process that has imported jax.
 FORKS = """
 import json, os, runpy, sys
 import ttcd_jax.run.training
-for name, *line in json.loads(sys.argv[1]):
+for line in json.loads(sys.argv[1]):
     sys.argv[1:] = line
     if not os.fork():
-        runpy.run_module(f"ttcd_jax.commands.{name}", run_name="__main__", alter_sys=True)
-    assert os.wait()[1] == 0, name
+        runpy.run_module("ttcd_jax", run_name="__main__", alter_sys=True)
+    assert os.wait()[1] == 0, line
 """
 
 
@@ -60,6 +60,12 @@ def wheels(tmp_path_factory) -> list[Path]:
     line = [sys.executable, "-m", "pip", "wheel", *options, *sources]
     subprocess.run(line, check=True, capture_output=True, timeout=120)
     return sorted(folder.glob("*.whl"))
+
+
+def write_texts(folder: Path) -> None:
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"{number}.txt").write_text(f"Sentence {number} of a text.\n" * 20)
 
 
 def _tracked(*paths: str) -> list[str]:
@@ -102,10 +108,8 @@ def installed(wheels, tmp_path_factory):
     folder = tmp_path_factory.mktemp("elsewhere")
     for wheel in wheels:
         zipfile.ZipFile(wheel).extractall(folder / "packages")
-    (folder / "text").mkdir()
+    write_texts(folder / "text")
     (folder / "sweep" / "records").mkdir(parents=True)
-    for number in range(30):
-        (folder / "text" / f"{number}.txt").write_text(f"Sentence {number} of a text.\n" * 20)
     # Without `site` no file of the installed packages adds the repository.
     others = [path for path in sys.path if path.endswith("site-packages")]
     packages = os.pathsep.join([str(folder / "packages"), *others])
@@ -126,5 +130,5 @@ def test_commands_run_from_the_wheel(installed):
     place = installed("-c", "import ttcd_jax, ttcd_kernels; print(ttcd_jax.__file__)")
     assert "packages/ttcd_jax" in place
     installed("-c", FORKS, json.dumps([[name, *line] for name, line in COMMANDS.items()]))
-    study = installed("-m", "ttcd_jax.commands.report", "--run_dir=sweep", status=2)
+    study = installed("-m", "ttcd_jax", "report", "--run_dir=sweep", status=2)
     assert "only a checkout shows it" in study
