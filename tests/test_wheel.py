@@ -1,7 +1,9 @@
-"""The wheel: every file of the packages but studies; its commands run outside of the repository."""
+"""Both wheels: every file of the packages; the commands run outside of the repository."""
 
+import email
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,8 +13,15 @@ from pathlib import Path
 import pytest
 from commands import ROOT, cpu_environment
 
-PACKAGES = {"ttcd_jax": "ttcd_jax", "experiments": "experiments", "kernels/ttcd_kernels": ""}
-TINY = ["--param=RunConfig.steps=1", "--param=RunConfig.batch_size=2"]
+# Folders of the repository, and where a wheel has them.
+FOLDERS = {
+    "ttcd_jax": "ttcd_jax",
+    "experiments/configs": "ttcd_jax/configs",
+    "experiments/cluster": "ttcd_jax/cluster",
+    "kernels/ttcd_kernels": "ttcd_kernels",
+}
+BESIDE = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+TINY = [f"--param=RunConfig.{x}" for x in ("steps=3", "batch_size=2", "log_every=1")]
 TEXT = ["--gin=text.gin", "--param=TEXT='text'", "--param=TextConfig.seq_len=128", *TINY]
 PPL = ["--task=ppl", "--max_rows=2", "--seq_len=32"]
 # Each in the folder of the ones before it.
@@ -22,34 +31,41 @@ COMMANDS = {
     "report": ["--run_dir=run", "--output=page"],
     "generate": ["--run_dir=run", "--prompt_file=text/0.txt", "--max_new_tokens=2"],
     "convert": ["export", "--format=huggingface", "run", "exported"],
-    "prepare_data": ["--input=text", "--output=records", "--train_tokenizer=300"],
+    "prepare": ["--input=text", "--output=records", "--train_tokenizer=300"],
     "study": ["--help"],
-    "harness": ["--help"],
+    "lm_eval": ["--help"],
 }
 # Each in a fork of a process that has imported jax.
 FORKS = """
 import json, os, runpy, sys
 import ttcd_jax.run.training
-for name, *line in json.loads(sys.argv[1]):
+for line in json.loads(sys.argv[1]):
     sys.argv[1:] = line
     if not os.fork():
-        runpy.run_module(f"experiments.{name}", run_name="__main__", alter_sys=True)
-    assert os.wait()[1] == 0, name
+        runpy.run_module("ttcd_jax", run_name="__main__", alter_sys=True)
+    assert os.wait()[1] == 0, line
 """
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The wheel of the files that git knows."""
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in _tracked("pyproject.toml", "README.md", "LICENSE", *PACKAGES):
+def wheels(tmp_path_factory) -> list[Path]:
+    """The wheels of the files that git knows, of `ttcd_jax` and of `ttcd_kernels`."""
+    folder = tmp_path_factory.mktemp("wheels")
+    beside = [*BESIDE, *(f"kernels/{name}" for name in BESIDE)]
+    for name in _tracked(*beside, *FOLDERS):
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, folder / "source" / name)
+    sources = [str(folder / "source"), str(folder / "source/kernels")]
     options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(folder)]
-    line = [sys.executable, "-m", "pip", "wheel", *options, str(folder / "source")]
+    line = [sys.executable, "-m", "pip", "wheel", *options, *sources]
     subprocess.run(line, check=True, capture_output=True, timeout=120)
-    (found,) = folder.glob("*.whl")
-    return found
+    return sorted(folder.glob("*.whl"))
+
+
+def write_texts(folder: Path) -> None:
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"{number}.txt").write_text(f"Sentence {number} of a text.\n" * 20)
 
 
 def _tracked(*paths: str) -> list[str]:
@@ -58,25 +74,42 @@ def _tracked(*paths: str) -> list[str]:
     return [name for name in names.splitlines() if (ROOT / name).is_file()]
 
 
-def test_the_wheel_has_every_file_of_the_packages(wheel):
-    names = {name.removeprefix("kernels/") for name in _tracked(*PACKAGES)}
-    with zipfile.ZipFile(wheel) as archive:
-        found = {name for name in archive.namelist() if ".dist-info/" not in name}
-    own = ("experiments/studies/", "experiments/records/")
-    names = {name for name in names if not name.startswith(own)}
-    assert found == {name for name in names if not name.endswith(".md")}
+def test_the_wheels_have_every_file_of_the_packages(wheels):
+    expected = set()
+    for name in _tracked(*FOLDERS):
+        folder = next(folder for folder in FOLDERS if name.startswith(f"{folder}/"))
+        expected |= {FOLDERS[folder] + name.removeprefix(folder)} - {f"{folder}/README.md"}
+    for wheel in wheels:
+        package = wheel.name.partition("-")[0]
+        with zipfile.ZipFile(wheel) as archive:
+            found = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert found == {name for name in expected if name.startswith(f"{package}/")}
+
+
+def test_a_registry_shows_what_needs_no_repository(wheels):
+    versions = {}
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if ".dist-info/" in name]
+            assert any(name.endswith("/licenses/LICENSE") for name in names)
+            path = next(name for name in names if name.endswith("/METADATA"))
+            metadata = email.message_from_bytes(archive.read(path))
+        links = re.findall(r"""\]\(([^)]*)|(?:src|href)=["']([^"']*)""", metadata.get_payload())
+        assert [link for link in links if not "".join(link).startswith("https://")] == []
+        assert metadata["Author"]
+        assert metadata["Keywords"]
+        versions[metadata["Name"]] = metadata["Version"], metadata.get_all("Requires-Dist")
+    assert f"ttcd-kernels=={versions['ttcd-kernels'][0]}" in versions["ttcd-jax"][1]
 
 
 @pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
+def installed(wheels, tmp_path_factory):
     """Runs a program with the wheel, and the packages that it needs, in a folder elsewhere."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "packages")
-    (folder / "text").mkdir()
+    for wheel in wheels:
+        zipfile.ZipFile(wheel).extractall(folder / "packages")
+    write_texts(folder / "text")
     (folder / "sweep" / "records").mkdir(parents=True)
-    for number in range(30):
-        (folder / "text" / f"{number}.txt").write_text(f"Sentence {number} of a text.\n" * 20)
     # Without `site` no file of the installed packages adds the repository.
     others = [path for path in sys.path if path.endswith("site-packages")]
     packages = os.pathsep.join([str(folder / "packages"), *others])
@@ -94,8 +127,8 @@ def installed(wheel, tmp_path_factory):
 
 
 def test_commands_run_from_the_wheel(installed):
-    place = installed("-c", "import ttcd_jax, ttcd_kernels, experiments; print(ttcd_jax.__file__)")
+    place = installed("-c", "import ttcd_jax, ttcd_kernels; print(ttcd_jax.__file__)")
     assert "packages/ttcd_jax" in place
     installed("-c", FORKS, json.dumps([[name, *line] for name, line in COMMANDS.items()]))
-    study = installed("-m", "experiments.report", "--run_dir=sweep", status=2)
+    study = installed("-m", "ttcd_jax", "report", "--run_dir=sweep", status=2)
     assert "only a checkout shows it" in study

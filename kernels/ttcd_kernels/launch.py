@@ -59,7 +59,7 @@ def unavailable(*arrays: Any) -> str | None:
     """The reason why no Triton kernel can run where the arrays are; None if one can."""
     missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
     if missing:
-        return f"{' and '.join(missing)} not installed (pip install 'ttcd-jax[gpu]')"
+        return f"{' and '.join(missing)} not installed (pip install 'ttcd-kernels[gpu]')"
     gpu = capability(*arrays)
     if gpu is None:
         return f"there is no NVIDIA GPU: the device is {_device(arrays).device_kind}"

@@ -48,13 +48,14 @@ def sbatch(tmp_path):
 
 
 def _launch_flags(command):
-    """(gin, run_dir, distributed) of a command line, as `experiments.launch` reads it."""
-    assert command[:3] == ["python", "-m", "experiments.launch"]
+    """(gin, run_dir, distributed) of a command line, as the launch reads it."""
+    known = ["python", "-m", "experiments.launch"], ["ttcd", "launch"]
+    (start,) = (x for x in known if command[: len(x)] == x)
     program = (
         "import sys; from ttcd_jax.commands import launch; flags = launch.FLAGS; flags(sys.argv);"
         "print(flags.gin, flags.run_dir, flags.distributed)"
     )
-    line = [sys.executable, "-c", program, *command[3:]]
+    line = [sys.executable, "-c", program, *command[len(start) :]]
     return tuple(subprocess.check_output(line, cwd=ROOT, text=True).split())
 
 
