@@ -21,7 +21,7 @@ from hugging_face.own import MODELS, params_of, write
 from small_models import config_of, run_config
 from tiny_run import flags
 
-from experiments import cli
+from ttcd_jax.commands import cli
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import CheckpointError, DataError
 from ttcd_jax.files import write_whole

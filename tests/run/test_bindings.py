@@ -242,7 +242,7 @@ def test_a_file_is_found_by_name_or_path(tmp_path, monkeypatch):
     config_dir = tmp_path / "configs"
     (config_dir / "mad").mkdir(parents=True)
     for name in ("configs/quickstart.gin", "configs/mad/recall.gin", "mine.gin"):
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text("# ... --gin=NAME\n")  # what is launched is suggested
     monkeypatch.chdir(tmp_path)
     assert find_gin_file("quickstart.gin", config_dir) == config_dir / "quickstart.gin"
     for mine in (Path("mine.gin"), tmp_path / "mine.gin"):
