@@ -33,6 +33,7 @@ Layers = tuple[float, float] | None  # a number of each fast layer
 _COLUMNS = 3
 _HOLLOW = {"markerfacecolor": "none", "markersize": 9, "linestyle": ""}
 _BY_LAYER = {"|eta S|/|W|": "memory_ratio", "beta": "gate_mean", "key rank": "key_rank"}
+_BY_LAYER |= {"window share": "window_share"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,10 +69,9 @@ class Recorded(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measures(Recorded):
-    """The scores of MAD on the test rows, the same with the memory switched off (`*_off`), and of
-    each fast layer `memory_ratio`, |eta S| / |W_base| after the last token, `gate_mean`, and in
-    earlier records `key_rank`, the effective rank of the keys. What is not finite, or does not
-    exist, is None, and not in the file."""
+    """The scores of MAD on the test rows, the same with the memory switched off (`*_off`), of each
+    fast layer those of `MemoryStats`, and in earlier records `key_rank`, the effective rank of the
+    keys. What is not finite, or does not exist, is None, and not in the file."""
 
     gate_mean: Layers = None
     key_rank: Layers = None
@@ -82,6 +82,7 @@ class Measures(Recorded):
     memory_ratio: Layers = None
     micro_accuracy: float
     micro_accuracy_off: float | None = None
+    window_share: Layers = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Records, read from and written to files, and what is shown of them."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -11,6 +12,7 @@ from experiments.studies.mad.records import Measures, Point, RecipeConfig, Recor
 from experiments.studies.mad.sweep import mad_config
 from experiments.studies.mad.tasks import BASELINES
 from ttcd_jax.errors import DataError
+from ttcd_jax.nn.block import MemoryStats
 from ttcd_jax.precision import Precision
 
 PRECISION = Precision(compute="float32")
@@ -47,6 +49,11 @@ HELD = {"macro_accuracy_off": 0.1, "memory_ratio": (0.5, 1.0), "gate_mean": (0.5
 WITH_MEMORY = record(
     "compression", "default", "ipttcd", run(0.2, **HELD, key_rank=(3.0, 9.5), curve=(0.1, 0.2))
 )
+
+
+def test_a_record_has_a_field_for_all_that_a_memory_measures():
+    fields = {field.name for field in dataclasses.fields(Measures)}
+    assert {*MemoryStats._fields} <= fields
 
 
 def test_a_score_is_the_mean_over_settings_of_the_best_run():
