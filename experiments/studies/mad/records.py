@@ -264,7 +264,8 @@ def score_table(records: Sequence[Record]) -> list[Row]:
 
 def memory_table(records: Sequence[Record]) -> list[Row]:
     """A row per task and method with a memory that can be switched off: accuracy with it on and
-    off (macro, percent), and by layer |eta S| / |W_base|, beta, and the keys' effective rank."""
+    off (macro, percent), and by layer |eta S| / |W_base|, beta, the keys' effective rank, and the
+    share of the windows in what is written."""
     rows, labels = [], _labels(records)
     for (task, method), (means, _) in scores(records).items():
         if "macro_accuracy_off" in means:
