@@ -144,8 +144,8 @@ def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
         if num_bytes > MAX_TEXT_BYTES:
             raise UserError(
                 f"{config.path} has {units.size(num_bytes)} of text and more, text in memory may "
-                f"have {units.size(MAX_TEXT_BYTES)}: make token records of it (python -m "
-                f"ttcd prepare --input={config.path} --tokenizer=tokenizer.json "
+                f"have {units.size(MAX_TEXT_BYTES)}: make token records of it (ttcd "
+                f"prepare --input={config.path} --tokenizer=tokenizer.json "
                 "--output=DIR) and name them (RecordsConfig.paths)"
             )
     if not documents:

@@ -67,8 +67,8 @@ def read_manifest(folder: Path, *kinds: str) -> Metadata:
     path = storage.fetch(folder / MANIFEST)
     if not path.is_file():
         raise DataError(
-            f"{folder} holds no token records (no {MANIFEST}); make them (python -m "
-            "ttcd prepare --input=TEXT --tokenizer=tokenizer.json --output=DIR; the "
+            f"{folder} holds no token records (no {MANIFEST}); make them (ttcd "
+            "prepare --input=TEXT --tokenizer=tokenizer.json --output=DIR; the "
             "paper's: --source=long_data_collections, as in configs/data/records.gin) and name "
             "them (RecordsConfig.paths; in a recipe --param=\"RECORDS='DIR'\")"
         )

@@ -389,7 +389,7 @@ def _shared(stored: Any, current: Any) -> Any:
     if isinstance(stored, dict) and isinstance(current, dict):
         # Earlier versions stored no Python, and two may have the same standard library.
         if "python" not in stored or stored.get("sha256") == current.get("sha256"):
-            stored |= {"python": current.get("python")}
+            stored = stored | {"python": current.get("python")}
         return {name: _shared(stored.get(name), value) for name, value in current.items()}
     if isinstance(stored, list) and isinstance(current, list) and len(stored) == len(current):
         return [_shared(*pair) for pair in zip(stored, current, strict=True)]

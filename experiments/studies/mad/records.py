@@ -32,8 +32,12 @@ MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS
 Layers = tuple[float, float] | None  # a number of each fast layer
 _COLUMNS = 3
 _HOLLOW = {"markerfacecolor": "none", "markersize": 9, "linestyle": ""}
-_BY_LAYER = {"|eta S|/|W|": "memory_ratio", "beta": "gate_mean", "key rank": "key_rank"}
-_BY_LAYER |= {"window share": "window_share"}
+_BY_LAYER = {
+    "|eta S|/|W|": "memory_ratio",
+    "beta": "gate_mean",
+    "key rank": "key_rank",
+    "window share": "window_share",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
