@@ -135,7 +135,7 @@ transformers: $(TRIED:%=.venv/transformers/%) ## torch, and the versions of tran
 	@$|/bin/python $(PIP) --target $@.new transformers==$* && mv $@.new $@
 
 test: .venv .venv/test .venv/hopper .venv/harness .venv/smollm2 ## the whole test suite, on two workers
-	$(PYTHON) -m pytest -n 2 --dist=worksteal
+	$(PYTHON) -m pytest -n 2 --dist=worksteal --durations=40 --durations-min=5
 
 wheel: .venv ## the wheels of ttcd-jax and ttcd-kernels, into dist/
 	@rm -rf dist build kernels/build
