@@ -78,7 +78,7 @@ def measured(job: Job) -> Row:
     case, names = cases.case_of(job), (job.implementation,)
     rows = timed(OPS[job.op], case, measure.ceilings(), names)
     found = {f"{row['pass']} {x}": row[x] for row in rows for x in ("time ms", "% of floor")}
-    return found | {"note": next((row["note"] for row in rows if row["note"]), "")}
+    return found | {"note": " ".join({row["note"]: 0 for row in rows}).strip()}
 
 
 def timed(op: Any, case: Any, ceilings: Ceilings, names: Sequence[str] = ()) -> list[Row]:

@@ -38,11 +38,6 @@ def measured(job: Job) -> Row:
     return rows[0] if rows else {"note": f"{programs.FAILED}no results"}
 
 
-def shown(rows: Sequence[Row]) -> list[Row]:
-    names = ("op", "case", "dtype", "implementation", "max rel. error", "of", "note")
-    return [{x: row.get(x) for x in names} for row in rows]
-
-
 def advice(rows: Sequence[Row]) -> list[str]:
     """What to change after a check of everything that "auto" may take: `verified.VERIFIED`."""
     gpu, passed = (

@@ -1,7 +1,7 @@
 """A job in a process of its own, with a limit and a row in a file of JSON: the same command goes on
 from the file, tries again what crashed or hung, and everything after a change of surroundings.
 
-{"surroundings": {DIGEST: {device, versions, ...}}, "rows": [{*JOB, "surroundings": DIGEST, ...}]}
+    {"surroundings": {DIGEST: {device, versions, ...}}, "rows": [{*JOB, DIGEST, ...}]}
 """
 
 import concurrent.futures
@@ -9,7 +9,6 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -51,18 +50,15 @@ def surroundings() -> dict[str, Any]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
-    for name in ("clocks", "commit"):
-        del found[name]
-    return found | {x: value for x, value in os.environ.items() if x.startswith(_VARIABLES)}
+    variables = {x: value for x, value in os.environ.items() if x.startswith(_VARIABLES)}
+    return found | variables | {"clocks": None, "commit": None}
 
 
 class Store(dict[Job, Row]):
     """The rows of these surroundings by job, those of others only kept in the file; without a file
     they are in this process alone."""
 
-    def __init__(
-        self, parser: ArgumentParser, file: Path | None, minutes: float = math.inf
-    ) -> None:
+    def __init__(self, parser: ArgumentParser, file: Path | None, minutes: float) -> None:
         """No process is started after so many minutes. Ends the command if the file is damaged."""
         super().__init__()
         self._file, self._until, self._is_warm = file, time.monotonic() + 60 * minutes, False
