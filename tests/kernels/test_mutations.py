@@ -7,12 +7,14 @@ Run as a program, the file prints the note of each fault's row, from a fork, whi
 
 import functools
 import importlib
+import itertools
 import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 from devices import printed
@@ -88,9 +90,11 @@ def test_check_finds_every_fault_and_none_where_there_is_none():
         )
     notes = [json.loads(x) for x in printed(__file__, count=1, TRITON_INTERPRET="1").splitlines()]
     sound = {name: note for name, note in notes if name not in FAULTS}
-    assert sound == dict.fromkeys(sorted({case for case, *_ in FAULTS.values()}), "")
-    assert [name for name, note in notes if name in FAULTS and not note] == []
-    assert len(notes) == len(sound) + len(FAULTS) == 31
+    assert sound == dict.fromkeys(sorted({case for case, *_ in FAULTS.values()}), "passed")
+    found = {name: note for name, note in notes if name in FAULTS}
+    crashed = {name for name, note in found.items() if not note.startswith("failed: error")}
+    assert crashed <= {"padded columns loaded", "offsets of 32 bit"}, found
+    assert len(found) == len(FAULTS) == 24
 
 
 def _note(case_name, file=None, edits=()):
@@ -129,14 +133,28 @@ def _note(case_name, file=None, edits=()):
         return row["note"]
 
 
+def _forked(*way):
+    """A file of the note that another process writes; of none if it crashes."""
+    read, write = os.pipe()
+    if not os.fork():
+        try:
+            note = _note(*way)
+        except Exception:  # noqa: BLE001
+            note = traceback.format_exc()
+        os.write(write, (note or "passed").encode())
+        os.kill(os.getpid(), signal.SIGKILL)  # nothing of JAX is torn down
+    os.close(write)
+    return os.fdopen(read)
+
+
 def _shortened(case):
-    """By a factor of eight, with tiles of 16."""
+    """By a factor of eight, with tiles of 32 queries and 16 keys."""
     from ttcd_kernels.decode import triton_call as decode_call
     from ttcd_kernels.decode import tuning as decode_tuning
     from ttcd_kernels.dual_window import triton_call
     from ttcd_kernels.dual_window.tuning import Tile, Tuning
 
-    triton_call.tuning_for = lambda *_: Tuning(*[Tile(16, 16, 4, 2)] * 3)
+    triton_call.tuning_for = lambda *_: Tuning(*[Tile(32, 16, 4, 2)] * 3)
     tile = decode_tuning.Tile(16, 4, 2, 3 * case.batch)
     decode_call.tuning_for = lambda *_: decode_tuning.Tuning(tile)
     sizes = ("length", "num_keys", "teacher_window", "student_window", "num_slots")
@@ -144,6 +162,8 @@ def _shortened(case):
     sizes = {name: max(size // 8, 1) for name, size in sizes.items() if size is not None}
     if hasattr(case, "num_slots"):
         sizes |= {"num_heads": case.num_heads // case.num_kv_heads, "num_kv_heads": 1}
+    else:
+        sizes |= {"batch": 1}
     return case._replace(dtype="float32", **sizes)
 
 
@@ -193,7 +213,7 @@ def _of_last_program(case):
     results = [*map(tensor, (teacher, student, *lses))]
     constants = {"H": shape[3], "BLOCK_M": block, "BLOCK_N": block, "HAS_SEGMENTS": False}
     triton_kernels.dual_window_forward[(1, 1, 1)](
-        *arrays, *sizes, np.float32(windows.scale * LOG2E), *results, PRECISION="ieee", **constants
+        *arrays, *sizes, windows.scale * LOG2E, *results, PRECISION="ieee", **constants
     )
     q, k, v = (x[-1:, -n:, -1:].astype(float) for x, n in ((q, block), (k, far), (v, far)))
     nothing = (np.zeros_like(q), np.zeros_like(q), q[..., 0], q[..., 0])
@@ -209,16 +229,7 @@ if __name__ == "__main__":
     ways = {case: (case,) for case in sorted({case for case, *_ in FAULTS.values()})}
     ways |= {name: (case, file, edits) for name, (case, file, *edits) in FAULTS.items()}
     chosen = sys.argv[1:] or ways
-    for name in chosen:
-        read, write = os.pipe()
-        if not (child := os.fork()):
-            try:
-                note = _note(*ways[name])
-            except BaseException as error:  # noqa: BLE001
-                note = f"failed: {type(error).__name__}: {str(error)[:200]}"
-            os.write(write, json.dumps(note).encode())
-            os.kill(os.getpid(), signal.SIGKILL)  # nothing of JAX is torn down
-        os.close(write)
-        note = os.fdopen(read).read()
-        os.waitpid(child, 0)
-        print(json.dumps([name, json.loads(note or '"failed: crashed"')]), flush=True)
+    for names in itertools.batched(chosen, 2):
+        for name, notes in [(name, _forked(*ways[name])) for name in names]:
+            print(json.dumps([name, notes.read() or "crashed"]), flush=True)
+            os.wait()
