@@ -119,7 +119,7 @@ def test_some_implementations_are_timed_without_a_comparison(wrong, monkeypatch,
     monkeypatch.setattr(attention, "PEERS", ())
     for names, message in (
         (["peer", "xla"], "failed: peer; the notes above say why"),
-        (["triton", "mosaic"], "nothing to time: no implementation triton, mosaic here"),
+        (["a", "b"], "nothing to time: no implementation a, b here"),
     ):
         with pytest.raises(SystemExit, match=message):
             bench.main([*arguments, *names])
@@ -390,8 +390,7 @@ def test_the_half_hour_ends_in_time_and_goes_on(processes, tmp_path, capsys, mon
     assert seen == []
     monkeypatch.setattr(hour.shutil, "which", lambda name: name)
     rows.append(lambda job: {"note": "failed: too small" if job.implementation == "jax.nn" else ""})
-    with pytest.raises(SystemExit, match="75"):
-        hour.main([*arguments, "9", "--steps", "check", "memcheck", "step"])
+    hour.main([*arguments, "9", "--steps", "check", "memcheck", "step"])
     hour.main([*arguments, "9", "--steps", "check", "memcheck", "times", "step"])
     steps = [step for step, _ in itertools.groupby(seen, lambda job: job.step)]
     assert steps == ["check", "memcheck", "step", "times"]
