@@ -26,6 +26,7 @@ from ttcd_kernels.dual_window import tuning as dual_window_tuning
 from ttcd_kernels.dual_window.api import dual_window_attention
 from ttcd_kernels.table import format_table, write_json
 
+from experiments.studies.bench.cases import Step
 from experiments.studies.kernels import __main__ as hour
 from experiments.studies.kernels import attention, bench, cases, check, programs, runner, tune
 from experiments.studies.kernels import decoding as decode
@@ -419,12 +420,16 @@ def test_the_first_process_reads_the_libraries_alone(hopper, monkeypatch):
     assert max(n for _, n in most) == 3
 
 
-def test_a_step_of_a_model_is_one_of_the_benchmark():
-    (job, *_) = hour._model_jobs(Namespace(shapes="tiny", implementation=["xla"]))
-    assert job == Job("step", "", "recall.gin", implementation="xla")
-    row = hour._model_step(job)
-    assert row["step ms"] > 0
-    assert row["MFU %"] is None  # of a CPU
+def test_a_step_of_a_model_is_one_of_the_benchmark(monkeypatch):
+    """Of both models of 760M, by the kernel that trains and by XLA."""
+    columns = dict.fromkeys(("gin", "step ms", "tokens/s", "MFU %", "MiB"))
+    monkeypatch.setattr(Step, "tables", lambda self: iter([[columns | {"MiB": self.param}]]))
+    names = ["triton", "mosaic"]
+    first, *others = hour._model_jobs(Namespace(shapes="paper", implementation=names))
+    assert [*map(str, first)] == ["step", "", "ipttcd_760m.gin", "", "triton", ""]
+    assert len(others) == 3
+    attention = "TransformerConfig.attention_implementation='triton'"
+    assert hour._model_step(first)["MiB"] == ("RunConfig.batch_size=1", attention)
 
 
 def test_an_access_out_of_bounds_fails(monkeypatch):

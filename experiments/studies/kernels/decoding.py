@@ -87,8 +87,8 @@ def compared(case: Case, arrays: Sequence[Any]) -> list[Any]:
 
 def expected(case: Case, operands: Sequence[jax.Array]) -> dict[str, np.ndarray]:
     """All four results by name."""
-    arrays = [np.asarray(x).astype(np.float64) for x in operands]
-    results = definition.decode(*arrays, np.asarray(case.positions), case.windows)
+    q, k, v = (np.asarray(x).astype(np.float64) for x in operands)
+    results = definition.decode(q, k, v, np.asarray(case.positions), case.windows)
     return dict(zip(definition.NAMES, results, strict=False))
 
 
