@@ -36,8 +36,7 @@ def parsed(parser: ArgumentParser, options: Namespace, is_timed: bool = True) ->
     known = [case.name for op in options.op for case in OPS[op].SHAPES[options.shapes]]
     for name in options.case:
         if name not in known:
-            shown = ", ".join(known)
-            parser.error(f"--case: no {name!r} in {options.shapes}; it has {shown}")
+            parser.error(f"--case: no {name!r} in {options.shapes}; it has {', '.join(known)}")
     if options.output is not None and not options.output.parent.is_dir():
         parser.error(f"--output: no folder {options.output.parent}; create it first")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -47,9 +46,8 @@ def parsed(parser: ArgumentParser, options: Namespace, is_timed: bool = True) ->
         chosen, cause = os.environ.get("JAX_PLATFORMS"), str(error) or "no such device"
         print(f"error: JAX_PLATFORMS={chosen}: {cause.splitlines()[0]}: unset it", file=sys.stderr)
         raise SystemExit(2) from None
-    is_for_gpu = {*options.implementation} & {*GPU_KERNELS} or (
-        is_timed and options.shapes == "paper"
-    )
+    is_for_gpu = is_timed and options.shapes == "paper"
+    is_for_gpu = is_for_gpu or {*options.implementation} & {*GPU_KERNELS}
     if is_for_gpu and (reason := launch.unavailable()):
         parser.error(reason)
 

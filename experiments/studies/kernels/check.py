@@ -17,7 +17,7 @@ from ttcd_kernels.measure import Row
 
 from experiments.studies.kernels import cases, programs
 from experiments.studies.kernels.cases import GPU_KERNELS, OPS
-from experiments.studies.kernels.runner import Job
+from experiments.studies.kernels.runner import Job, job_of
 
 
 def jobs(options: Namespace) -> list[Job]:
@@ -40,12 +40,10 @@ def measured(job: Job) -> Row:
 
 def advice(rows: Sequence[Row]) -> list[str]:
     """What to change after a check of everything that "auto" may take: `verified.VERIFIED`."""
-    gpu, passed = (
-        launch.capability(),
-        {(*(row[x] for x in Job._fields),) for row in rows if not row["note"]},
-    )
+    gpu = launch.capability()
     if gpu is None or gpu in verified.VERIFIED:
         return []
+    passed = {job_of(row) for row in rows if not row["note"]}
     needed = {*jobs(Namespace(op=[*OPS], implementation=GPU_KERNELS[:1]))}
     text = f"verified.py: VERIFIED may have {gpu}, in a commit that brings this report"
     return [text] if needed <= passed else []

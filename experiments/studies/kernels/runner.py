@@ -73,7 +73,7 @@ class Store(dict[Job, Row]):
             self._seen = earlier["surroundings"] | self._seen
             for row in earlier["rows"]:
                 is_ours = row["surroundings"] == self._digest
-                self.update({_job(row): row}) if is_ours else self._others.append(row)
+                self.update({job_of(row): row}) if is_ours else self._others.append(row)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             text = f"{file} is no report of this command ({error!r})"
             parser.error(f"--output: {text}; name another file")
@@ -97,7 +97,7 @@ class Store(dict[Job, Row]):
                 futures = [pool.submit(self._row, job, seconds) for _, job in part]
                 for future in concurrent.futures.as_completed(futures):
                     if (row := future.result()) is not None:
-                        self[_job(row)] = row | {"surroundings": self._digest}
+                        self[job_of(row)] = row | {"surroundings": self._digest}
                         rows = [*self._others, *self.values()]
                         write_json({"surroundings": self._seen, "rows": rows}, self._file)
                         yield row
@@ -110,7 +110,7 @@ class Store(dict[Job, Row]):
         return None if left < _LEAST else in_process(job, min(seconds, left))
 
 
-def _job(row: Row) -> Job:
+def job_of(row: Row) -> Job:
     return Job(*(row[name] for name in Job._fields))
 
 
