@@ -125,16 +125,15 @@ def _model_step(job: Job) -> Row:
     return {x: row[x] for x in ("step ms", "tokens/s", "MFU %", "MiB")} | {"note": ""}
 
 
-def _advice(rows: Sequence[Row]) -> list[str]:
-    return tune.advice({"rows": rows})
-
-
 STEPS = {
     "check": Step(check.jobs, check.measured, 120, cases.at_once, _shown, check.advice),
     "times": Step(bench.jobs, bench.measured, 120),
     "memcheck": Step(_memcheck_jobs, _memcheck, 120),
     "step": Step(_model_jobs, _model_step, 240),
-    "tiles": Step(tune.jobs, tune.measured, 300, cases.at_once, tune.ranked, _advice),
+    "tiles": Step(
+        *(tune.jobs, tune.measured, 300, cases.at_once, tune.ranked),
+        lambda rows: tune.advice({"rows": rows}),
+    ),
 }
 
 if __name__ == "__main__":
