@@ -1,10 +1,12 @@
 """Kernels of ttcd_jax, a leaf library on jax and numpy that imports no layer and no model.
 
 A folder per attention: `api` (the call and its contract), `xla`, `triton_call` and
-`triton_kernels` (implementations), `tuning`, `bench` (shapes, programs and peers). The convolutions
-are one file, `short_conv`. Shared: `dispatch`, `launch`, `columns`, `partitioning`, `windows`,
-`normalize`, `verified`. Tools: `measure`, `table`, `parity`, `cases`, `check`, `bench`, `tune`.
+`triton_kernels` (implementations), `tuning`. The convolutions are one file, `short_conv`. Shared:
+`dispatch`, `launch`, `columns`, `partitioning`, `windows`, `normalize`, `verified`, and for
+benchmarks `measure`, `table`. They are checked, timed and tuned by experiments/studies/kernels.
 """
+
+from pathlib import Path
 
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
 from ttcd_kernels.dual_window.api import (
@@ -22,3 +24,6 @@ __all__ = [
     "short_conv_residual",
     "window_attention",
 ]
+
+# In a checkout `python -m ttcd_kernels.check` is that of experiments/studies/kernels.
+__path__.append(str(Path(__file__).parents[2] / "experiments/studies/kernels"))

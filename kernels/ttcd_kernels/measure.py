@@ -1,14 +1,13 @@
 """Tools shared by the benchmarks of kernels and models: interleaved timing, bytes of compiled
 programs, the machine and its ceilings, units."""
 
-import functools
 import importlib.metadata
 import math
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,15 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 type Row = dict[str, Any]  # a table's row: values by column
-type Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]  # a function, its operands
 MILLISECOND, MIB, TERA = 1e-3, 2**20, 1e12
-FAILED = "failed: "  # the note of an implementation that refused, or is wrong
 
 _MIN_SAMPLE_SECONDS = 0.02  # shorter programs are called several times per sample
 _MAX_CALLS = 50
 _CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-# Errors of an implementation that does not take a shape: the others are still measured.
-_REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError, ExceptionGroup)
 
 
 def median_seconds[Name: Hashable](
@@ -49,60 +44,6 @@ def _seconds(program: Callable[[], Any], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def ready[Name: Hashable](
-    programs: Mapping[Name, Callable[..., Any]], shapes: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[dict[Name, tuple[int | None, str]], dict[Name, Callable[[], Any]]]:
-    """Of each program the bytes of its temporaries (None where it refuses) and a note why it is not
-    timed; and a call on random operands of those that fit in device memory, which have run once."""
-    known, compiled, calls, limit = {}, {}, {}, usable_bytes()
-    for name, function in programs.items():
-        try:
-            program = jax.jit(function).lower(*shapes).compile()
-        except _REFUSALS as error:
-            known[name] = None, _refusal(error)
-            continue
-        fits = needed_bytes(program) < limit
-        note = "" if fits else f"memory only: does not fit in {gibibytes(limit)}"
-        known[name] = temp_bytes(program), note
-        compiled |= {name: program} if fits else {}
-    arrays = operands(shapes) if compiled else []
-    for name, program in compiled.items():
-        try:
-            jax.block_until_ready(program(*arrays))  # a launch may also be refused
-            calls[name] = functools.partial(program, *arrays)
-        except _REFUSALS as error:
-            known[name] = known[name][0], _refusal(error)
-    return known, calls
-
-
-def _refusal(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{FAILED}{type(error).__name__}: {lines[0][:120]}"
-
-
-def directions(op: Any, case: Any) -> dict[str, Callable[..., Any]]:
-    """By name what makes a function of all operands from one of q, k and v: `forward` and, where
-    the operands include cotangents, `fwd + bwd`: the results, and the gradients of q, k and v."""
-
-    def gradient(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(q: jax.Array, k: jax.Array, v: jax.Array, *cotangents: jax.Array) -> Any:
-            results, pull = jax.vjp(function, q, k, v)
-            return results, pull(cotangents[: len(results)])
-
-        return run
-
-    forward = {"forward": lambda function: lambda q, k, v, *_: function(q, k, v)}
-    has_cotangents = len(op.operand_shapes(case)) > 3
-    return forward | ({"fwd + bwd": gradient} if has_cotangents else {})
-
-
-class Work(NamedTuple):
-    """The least work of a call: arithmetic, and bytes read once and written once."""
-
-    flops: float
-    bytes: float
-
-
 class Ceilings(NamedTuple):
     """The measured peak rates of this device: of a large matrix product, and of a copy."""
 
@@ -120,12 +61,6 @@ def ceilings(rounds: int = 3) -> Ceilings:
     calls = {"product": lambda: product(matrix, matrix), "copy": lambda: copy(matrix)}
     seconds = median_seconds(calls, rounds)
     return Ceilings(2 * size**3 / seconds["product"], 2 * matrix.nbytes / seconds["copy"])
-
-
-def operands(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """Random arrays, since zeros run faster on a GPU."""
-    rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(x.shape, np.float32), x.dtype) for x in shapes]
 
 
 def temp_bytes(compiled: jax.stages.Compiled) -> int:

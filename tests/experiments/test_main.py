@@ -77,7 +77,6 @@ def test_what_is_missing_misspelt_or_renamed_is_named():
             (("launch", "--gin=recal.gin"), 2, "did you mean recall.gin?\n"),
             (("launch", "--gin=tiny.gin"), 2, "; `ttcd recipes` lists them"),
             (("generate", "--run_dir=x", "--json=y"), 2, "--json is called --output here"),
-            (("bench", "step", "--json", "y"), 2, "--json is called --output here"),
         ]
     )
 

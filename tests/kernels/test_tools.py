@@ -1,6 +1,8 @@
-"""The tools of kernels without a GPU: `bench` at tiny shapes; `check` and `tune` with processes and
-launches that stand in for real ones, real machine code; what "auto" makes of a check; tables."""
+"""The tools of kernels without a GPU: `bench` at tiny shapes; the jobs of a GPU's first half hour,
+processes and launches that stand in for real ones; the definition; tables; what "auto" may take.
+"""
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -9,6 +11,8 @@ import math
 import os
 import re
 import sys
+import tempfile
+from argparse import Namespace
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,25 +20,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ttcd_kernels import bench, cases, check, dispatch, launch, measure, tune, verified
-from ttcd_kernels.cases import OPS
-from ttcd_kernels.decode import bench as decode
+from ttcd_kernels import dispatch, launch, measure, verified
 from ttcd_kernels.decode import tuning as decode_tuning
-from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.dual_window import tuning as dual_window_tuning
 from ttcd_kernels.dual_window.api import dual_window_attention
-from ttcd_kernels.dual_window.bench import SHAPES, Case
 from ttcd_kernels.table import format_table, write_json
 
+from experiments.studies.bench.cases import Step
+from experiments.studies.kernels import __main__ as hour
+from experiments.studies.kernels import attention, bench, cases, check, programs, runner, tune
+from experiments.studies.kernels import decoding as decode
+from experiments.studies.kernels.attention import SHAPES, Case
+from experiments.studies.kernels.cases import OPS
+from experiments.studies.kernels.runner import Job
 from tests.machine_code import __main__ as machine_code
 
 TINY = ["--op", "dual_window", "--shapes", "tiny"]
-ODD = Case("40, 13/6 H2/1 D8", 40, 2, 1, 8, 13, 6, dtype="float32")
+ODD = Case("29 of 40, 13/6 H2/1 D8", 29, 2, 1, 8, 13, 6, num_keys=40, dtype="float32")
 OURS = ("xla", "xla two calls")
 NOTES = {
     "peer": "failed: NotImplementedError: head dim 8 is too small",
-    "sign": r"failed: error \d.*, allowed 1e-05",
-    "row": "failed: error nan, allowed 1e-05",
+    "sign": r"failed: error \d.* of d., allowed 1e-05",
+    "row": "failed: error nan of teacher, allowed 1e-05",
     "noise": "failed: two runs differ",
 }
 
@@ -46,34 +53,38 @@ def wrong(monkeypatch):
     other bits in every run."""
     monkeypatch.setitem(SHAPES, "tiny", SHAPES["tiny"][:1])
     monkeypatch.setitem(SHAPES, "parity", (ODD, ODD._replace(dtype="bfloat16")))
-    implementations, noise = dual_window.implementations, itertools.cycle((0.0, 1e-6))
+    implementations, noise = attention.implementations, itertools.cycle((0.0, 1e-6))
 
     def refuses(*operands):
         raise NotImplementedError("head dim 8 is too small\nfor this peer")
 
-    def noisy(teacher, student):
-        return teacher + jax.pure_callback(lambda: np.float32(next(noise)), jnp.float32(0)), student
+    def noisy(x):
+        return x + jax.pure_callback(lambda: np.float32(next(noise)), jnp.float32(0))
 
-    faults = {
-        "sign": lambda teacher, student: (teacher, 2 * jax.lax.stop_gradient(student) - student),
-        "row": lambda teacher, student: (teacher.at[0, 7].set(jnp.nan), student),
+    faults = {  # of the teacher's outputs
+        "sign": lambda x: 2 * jax.lax.stop_gradient(x) - x,
+        "row": lambda x: x.at[0, 7].set(jnp.nan),
         "noise": noisy,
     }
+
+    def faulty(fault, attend, *qkv):
+        teacher, *others = attend(*qkv)
+        return fault(teacher), *others
 
     def with_faults(case):
         found = {"peer": refuses, **implementations(case)}
         for name, fault in faults.items():
-            found[name] = lambda *qkv, fault=fault: fault(*found["xla"](*qkv))
+            found[name] = partial(faulty, fault, found["xla"])
         return found if case.dtype == "float32" else implementations(case)
 
-    monkeypatch.setattr(dual_window, "implementations", with_faults)
-    monkeypatch.setattr(dual_window, "PEERS", ("peer",))
+    monkeypatch.setattr(attention, "implementations", with_faults)
+    monkeypatch.setattr(attention, "PEERS", ("peer",))
 
 
 def test_the_report_names_machine_shapes_and_every_measurement(wrong, tmp_path, capsys):
     """A peer may refuse; a kernel of ours that is wrong fails the command, after all is measured
     and written."""
-    file, notes = tmp_path / "report.json", dict.fromkeys(OURS, "") | NOTES
+    file, notes = tmp_path / "report.json", {"xla": ""} | NOTES
     with pytest.raises(SystemExit, match="failed: sign, row, noise; the notes above say why"):
         bench.main([*TINY, "--output", str(file)])
     report = json.loads(file.read_text())
@@ -106,10 +117,10 @@ def test_some_implementations_are_timed_without_a_comparison(wrong, monkeypatch,
     assert report["parity"] == []
     assert [row["implementation"] for row in report["rows"]] == ["peer", "xla two calls"] * 2
     assert all(row["/ xla"] is None for row in report["rows"])
-    monkeypatch.setattr(dual_window, "PEERS", ())
+    monkeypatch.setattr(attention, "PEERS", ())
     for names, message in (
         (["peer", "xla"], "failed: peer; the notes above say why"),
-        (["triton", "mosaic"], "nothing to time: no implementation triton, mosaic here"),
+        (["a", "b"], "nothing to time: no implementation a, b here"),
     ):
         with pytest.raises(SystemExit, match=message):
             bench.main([*arguments, *names])
@@ -118,7 +129,7 @@ def test_some_implementations_are_timed_without_a_comparison(wrong, monkeypatch,
 def test_what_does_not_fit_is_compiled_only_and_says_so(monkeypatch):
     monkeypatch.setattr(measure, "usable_bytes", lambda: 1000)
     ceilings = measure.Ceilings(1e9, 1e9)
-    rows = bench.measured(dual_window, SHAPES["tiny"][0], ceilings)
+    rows = bench.timed(attention, SHAPES["tiny"][0], ceilings)
     assert all(row["time ms"] is row["/ xla"] is None and row["temp MiB"] > 0 for row in rows)
     assert all("memory only: does not fit" in row["note"] for row in rows)
 
@@ -137,7 +148,7 @@ def test_the_work_of_a_token_counts_both_products_and_each_key_once():
     assert decode.work(case, "forward") == (4 * 8 * 16 * 128 * 8192, moved)
 
 
-@pytest.mark.parametrize("command", [bench, check, tune])
+@pytest.mark.parametrize("command", [bench, hour])
 @pytest.mark.parametrize("error", [RuntimeError("no backend 'x'\nmore"), AssertionError()])
 def test_a_platform_that_is_not_there_is_one_line(monkeypatch, capsys, command, error):
     def devices():
@@ -154,25 +165,26 @@ def test_a_platform_that_is_not_there_is_one_line(monkeypatch, capsys, command, 
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "words"),
+    ("command", "line", "words"),
     [
-        (bench, ["--op", "none"], "--op"),
-        (bench, ["--shapes", "huge"], "--shapes"),
-        (bench, ["--output", "/no/x"], "--output: no folder /no"),
-        (bench, ["--json", "/no/x"], "--json is called --output here"),
-        (bench, ["--case", "x"], "--case: no 'x' in tiny; it has 64 tokens, 16/8, 48"),
-        (check, [], "nothing to check: there is no NVIDIA GPU"),
-        (check, ["--implementation", "cudnn"], "no op has an implementation cudnn here"),
-        (tune, [], "nothing to tune: there is no NVIDIA GPU"),
+        (bench, "--op none", "--op"),
+        (bench, "--shapes huge", "--shapes"),
+        (bench, "--output /no/x", "--output: no folder /no"),
+        (bench, "--case x", "--case: no 'x' in tiny; it has 64 tokens, 16/8, 48"),
+        (bench, "--shapes paper", "there is no NVIDIA GPU"),
+        (bench, "--implementation triton", "there is no NVIDIA GPU"),
+        (hour, "", "there is no NVIDIA GPU"),
+        (hour, "--implementation xla", "there is no NVIDIA GPU"),  # of the paper's shapes
+        (hour, "--steps tiles --shapes tiny", "there is no NVIDIA GPU"),
+        (hour, "--steps check", "there is no NVIDIA GPU"),
     ],
 )
-def test_what_cannot_be_done_is_refused(command, arguments, words, capsys):
-    if not arguments and jax.default_backend() == "gpu":
+def test_what_cannot_be_done_is_refused_at_once(command, line, words, capsys):
+    if "GPU" in words and jax.default_backend() == "gpu":
         pytest.skip("this machine has a GPU")
-    with pytest.raises(SystemExit) as leaving:
-        command.main(arguments)
-    assert words in f"{leaving.value} {capsys.readouterr().err}"
-    assert (leaving.value.code == 2) == (command is bench)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        command.main(line.split())
+    assert words in capsys.readouterr().err
 
 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path):
@@ -202,30 +214,66 @@ def test_a_table_lines_up_hides_control_characters_and_keeps_four_digits_of_floa
     assert texts == ["12,346", "1.000e-07", "nan", "-3.142", "1.000e+15", "1.000"]
 
 
-def test_every_kernel_is_checked_in_every_dtype_and_with_documents():
+def test_every_kernel_is_checked_in_every_dtype_and_with_documents_halo_and_scales():
     for op in OPS.values():
-        found = op.SHAPES["check"]
-        assert {case.dtype for case in found} == {*launch.DTYPES}
-        assert {case.head_dim for case in found} == {32, 64, 80, 96, 128}
-    assert {case.has_documents for case in OPS["dual_window"].SHAPES["check"]} == {False, True}
+        found = {(x.head_dim, x.dtype, getattr(x, "has_documents", 0)) for x in op.SHAPES["check"]}
+        kinds = (0, 1) if op is attention else (0,)
+        dims = (32, 64, 80, 96, 128)
+        assert found >= {*itertools.product(dims, launch.DTYPES, kinds)}
+    halo = [x for x in SHAPES["check"] if x.keys > x.length]
+    assert {x.head_dim for x in halo} == {64, 80, 128}
+    assert all(x.keys % 2 and x.length % 2 for x in halo if x.length > 1)
+    assert {np.sign(x.windows.scale) for x in SHAPES["check"]} == {-1, 0, 1}
+    assert {x.first_position < 0 for x in decode.SHAPES["check"]} == {False, True}
 
 
-@pytest.fixture
-def cache(monkeypatch, tmp_path):
-    """The folder that remembers what has been checked."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "ttcd_kernels"
+def test_of_more_than_2_31_elements_the_last_rows_are_compared(monkeypatch):
+    """With all their keys and all queries of those; where there is a GPU."""
+    (case,) = (x for x in SHAPES["check"] if x.num_compared)
+    q, *_ = attention.operand_shapes(case)
+    assert q.size > 2**31
+    options = Namespace(op=["dual_window"], implementation=["xla"])
+    assert case.name not in {job.case for job in check.jobs(options)}
+    small = case._replace(length=97, teacher_window=11, student_window=5, num_compared=30)
+    small = small._replace(num_heads=2, num_kv_heads=1, head_dim=8, dtype="float32")
+    (row,) = programs.compare(attention, small, ["xla"])
+    assert row["note"] == ""
+    assert attention.expected(small, programs.operands(attention.operand_shapes(small)))[
+        "dk"
+    ].shape == (1, 30, 1, 8)
+    xla = attention.implementations(small)["xla"]
+    for at, note in ((66, ""), (67, "failed: error nan of teacher, allowed 1e-05")):
+
+        def faulty(*qkv, at=at):
+            teacher, *others = xla(*qkv)
+            return teacher.at[1, at].set(jnp.nan), *others
+
+        monkeypatch.setattr(attention, "implementations", lambda case, run=faulty: {"x": run})
+        monkeypatch.setattr(launch, "capability", lambda *_: 90)
+        (row,) = programs.compare(attention, small, ["x"])
+        assert row["note"] == note
+        assert check.jobs(options) == []
+    monkeypatch.setattr(attention, "implementations", lambda case: {"xla": None})
+    assert case.name in {job.case for job in check.jobs(options)}
 
 
-def test_each_case_runs_in_a_process_of_its_own(tmp_path, cache, capsys, monkeypatch):
+def test_equal_infinities_do_not_differ():
+    x = np.array([-np.inf, 2.0])
+    assert programs.relative_error(x, x) == 0
+    assert programs.relative_error(x + 1, x) == 0.5
+    assert programs.relative_error(np.array([0.0, 2.0]), x) == math.inf
+    assert math.isnan(programs.relative_error(np.array([math.nan, 2.0]), x))
+
+
+def test_each_case_runs_in_a_process_of_its_own(tmp_path, capsys, monkeypatch):
     file = tmp_path / "report.json"
     monkeypatch.setitem(decode.SHAPES, "check", decode.SHAPES["check"][6:8])
-    check.main(["--op", "decode", "--implementation", "xla", "--output", str(file)])
+    options = ["--op", "decode", "--implementation", "xla", "--output", str(file)]
+    hour.main(["--steps", "check", *options])
     rows = json.loads(file.read_text())["rows"]
     assert sorted(row["dtype"] for row in rows) == ["bfloat16", "float16"]
     assert all(row["note"] == "" and row["implementation"] == "xla" for row in rows)
-    assert f"all {len(rows)} passed" in capsys.readouterr().out
-    assert not cache.exists()  # XLA's attention says nothing about the kernels
+    assert f"all {len(rows)} done" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -238,8 +286,8 @@ def test_each_case_runs_in_a_process_of_its_own(tmp_path, cache, capsys, monkeyp
     ids=["hangs", "fails", "crashes"],
 )
 def test_a_process_without_a_result_fails(program, note):
-    job = check.Job("decode", "triton", "float16", "a case")
-    row = cases.in_process(("-c", program), job, 1 if "sleep" in program else 60)
+    job = Job("check", "decode", "a case", "float16", "triton")
+    row = runner.in_process(job, 1 if "sleep" in program else 60, ("-c", program))
     assert row == {**job._asdict(), "note": note}
 
 
@@ -252,74 +300,153 @@ def hopper(monkeypatch):
 
 @pytest.fixture
 def processes(hopper, monkeypatch):
-    """On a GPU: the jobs that got a process, and a function that makes the row of each (at first
-    that of a check that passes, or of a tile)."""
-    seen, rows = [], [lambda job: job._asdict() | {"note": ""} if len(job) == 4 else _tile_row(job)]
+    """On a GPU with Triton's kernels: the jobs that got a process, and a function that makes the
+    row of each (at first one that passes, or of a tile)."""
+    seen, rows = [], [lambda job: _tile_row(job) if job.step == "tiles" else {"note": ""}]
+    for op in OPS.values():
+        monkeypatch.setattr(op, "implementations", lambda case: {"triton": None, "jax.nn": None})
 
-    def in_process(program, job, seconds):
+    def in_process(job, seconds):
         seen.append(job)
-        return rows[-1](job)
+        return job._asdict() | rows[-1](job)
 
-    monkeypatch.setattr(cases, "in_process", in_process)
+    monkeypatch.setattr(runner, "in_process", in_process)
     return seen, rows
 
 
-@pytest.fixture
-def checks(processes, cache, monkeypatch):
-    for op in OPS.values():
-        monkeypatch.setattr(op, "implementations", lambda case: {"triton": None})
-    return processes
-
-
-def test_a_failure_ends_the_command_with_an_error(checks, cache, tmp_path):
-    """A check of all kernels that passes is remembered, and only that."""
+def test_a_failure_ends_the_command_with_an_error(processes, tmp_path, capsys):
     file, note = tmp_path / "report.json", "failed: error nan, allowed 1e-05"
-    checks[1].append(lambda job: job._asdict() | {"note": note})
-    with pytest.raises(SystemExit, match=r"54 of 54 failed"):
-        check.main(["--output", str(file)])
+    arguments = ["--steps", "check", "--output", str(file)]
+    processes[1].append(lambda job: {"note": note})
+    with pytest.raises(SystemExit, match=r"53 of 53 failed"):
+        hour.main(arguments)
     rows = json.loads(file.read_text())["rows"]
-    assert [row["note"] for row in rows] == [note] * 54
-    checks[1].pop()
-    for part in (["--op", "decode"], ["--implementation", "triton"]):  # of the kernels only
-        check.main(part)
-    assert not cache.exists()
-    check.main([])
-    assert [*cache.iterdir()] == [verified.record(90)]
+    assert [row["note"] for row in rows] == [note] * 53
+    assert "VERIFIED" not in capsys.readouterr().out
 
 
-def test_a_check_goes_on_and_tries_again_what_was_lost(checks, tmp_path, capsys):
-    file, seen = tmp_path / "report.json", checks[0]
-    arguments = ["--op", "decode", "--output", str(file)]
-    check.main(arguments)
+def test_a_check_of_all_that_auto_may_take_names_the_gpu(processes, capsys):
+    line = "verified.py: VERIFIED may have 90, in a commit that brings this report"
+    hour.main(["--steps", "check"])
+    assert line in capsys.readouterr().out
+    hour.main(["--steps", "check", "--op", "decode"])
+    assert line not in capsys.readouterr().out
+
+
+def test_a_command_goes_on_and_tries_again_what_was_lost(processes, tmp_path, capsys):
+    file, seen = tmp_path / "report.json", processes[0]
+    arguments = ["--steps", "check", "--op", "decode", "--output", str(file)]
+    hour.main(arguments)
     report = json.loads(file.read_text())
     first, *others, last = report["rows"]
     last["note"] = "failed: no result after 120 seconds"
     file.write_text(json.dumps(report | {"rows": [*others, last]}))
     done = {*seen}
     seen.clear()
-    check.main(arguments)
-    assert {*seen} == {check.Job(*(row[x] for x in check.Job._fields)) for row in (first, last)}
-    assert f"all {len(done)} passed" in capsys.readouterr().out
+    hour.main(arguments)
+    assert [*seen] == [Job(*(row[x] for x in Job._fields)) for row in (first, last)]
+    assert f"all {len(done)} done" in capsys.readouterr().out
 
 
-def test_what_has_been_seen_right_may_be_listed():
-    """Only after all that "auto" may take, by the kernels that it takes."""
-    rows = [
-        {"op": op, "implementation": name, "dtype": case.dtype, "case": case.name, "note": ""}
-        for op in OPS
-        for case in OPS[op].SHAPES["check"]
-        for name in ("triton", "mosaic")
-    ]
-    (line,) = check.advice(90, rows)
-    assert line.startswith("verified.py: VERIFIED may have 90")
-    assert check.advice(90, rows[2:]) == []
-    rows[1]["note"] = "failed: mosaic is not automatic"
-    assert check.advice(90, rows) == [line]
-    rows[0]["note"] = "failed: two runs differ"
-    assert check.advice(90, rows) == []
+def test_everything_is_tried_again_where_the_surroundings_change(processes, tmp_path, monkeypatch):
+    """Of another device, version, source or variable; what others measured stays in the file."""
+    (seen, rows), file = processes, tmp_path / "report.json"
+    arguments = ["--steps", "check", "--op", "decode", "--output", str(file)]
+    rows.append(lambda job: {"note": "failed: ImportError: no jax_triton"})
+    with pytest.raises(SystemExit, match="18 of 18 failed"):
+        hour.main(arguments)
+    with pytest.raises(SystemExit, match="18 of 18 failed"):
+        hour.main(arguments)
+    assert len(seen) == 18
+    rows.pop()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
+    hour.main(arguments)
+    assert len(seen) == 36
+    environment = measure.environment()
+    monkeypatch.setattr(measure, "environment", lambda: environment | {"device": "H200"})
+    hour.main(arguments)
+    monkeypatch.setattr(verified, "source", lambda *_: "another")
+    hour.main(arguments)
+    report = json.loads(file.read_text())
+    assert len(seen) == len(report["rows"]) == 72
+    assert {x["device"] for x in report["surroundings"].values()} == {"cpu", "H200"}
 
 
-def test_auto_takes_a_kernel_where_it_has_been_checked(monkeypatch, caplog, cache):
+@pytest.mark.parametrize("text", ["{", "[]", '{"rows": []}', '{"surroundings": {}, "rows": [{}]}'])
+def test_a_damaged_report_is_refused_and_stays(processes, tmp_path, capsys, text):
+    file = tmp_path / "report.json"
+    file.write_text(text)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        hour.main(["--output", str(file)])
+    assert "is no report of this command" in capsys.readouterr().err
+    assert file.read_text() == text
+
+
+def test_the_half_hour_ends_in_time_and_goes_on(processes, tmp_path, capsys, monkeypatch):
+    """Every step in its order; a peer that refuses fails nothing."""
+    (seen, rows), file = processes, tmp_path / "report.json"
+    arguments = ["--output", str(file), "--minutes"]
+    with pytest.raises(SystemExit, match="75"):
+        hour.main([*arguments, "0.1"])
+    assert seen == []
+    monkeypatch.setattr(hour.shutil, "which", lambda name: name)
+    rows.append(lambda job: {"note": "failed: too small" if job.implementation == "jax.nn" else ""})
+    hour.main([*arguments, "9", "--steps", "check", "memcheck", "step"])
+    hour.main([*arguments, "9", "--steps", "check", "memcheck", "times", "step"])
+    steps = [step for step, _ in itertools.groupby(seen, lambda job: job.step)]
+    assert steps == ["check", "memcheck", "step", "times"]
+    assert len(seen) == len({*seen}) == 53 + 2 + 4 + 4
+    assert "times: 4 of 4" in capsys.readouterr().out
+    hour.main([*arguments, "9", "--steps", "check", "memcheck", "times", "step"])
+    assert len(seen) == 63
+
+
+def test_the_first_process_reads_the_libraries_alone(hopper, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    running, most = [], []
+
+    def in_process(job, seconds):
+        running.append(job)
+        most.append((job, len(running)))
+        runner.time.sleep(0.05)
+        running.remove(job)
+        return job._asdict() | {"note": ""}
+
+    monkeypatch.setattr(runner, "in_process", in_process)
+    store = runner.Store(None, None, 9)
+    jobs = [Job("check", "", str(i)) for i in range(8)]
+    assert len([*store.run(jobs, 9, lambda job: 1 if job.case == "7" else 3)]) == 8
+    assert [n for job, n in most if job.case in "07"] == [1, 1]
+    assert max(n for _, n in most) == 3
+
+
+def test_a_step_of_a_model_is_one_of_the_benchmark(monkeypatch):
+    """Of both models of 760M, by the kernel that trains and by XLA."""
+    columns = dict.fromkeys(("gin", "step ms", "tokens/s", "MFU %", "MiB"))
+    monkeypatch.setattr(Step, "tables", lambda self: iter([[columns | {"MiB": self.param}]]))
+    names = ["triton", "mosaic"]
+    first, *others = hour._model_jobs(Namespace(shapes="paper", implementation=names))
+    assert [*map(str, first)] == ["step", "", "ipttcd_760m.gin", "", "triton", ""]
+    assert len(others) == 3
+    attention = "TransformerConfig.attention_implementation='triton'"
+    assert hour._model_step(first)["MiB"] == ("RunConfig.batch_size=1", attention)
+
+
+def test_an_access_out_of_bounds_fails(monkeypatch):
+    statuses = [0, 9]
+
+    def run(line, **options):
+        assert line[0] == "compute-sanitizer"
+        assert line[-6:] == ["check", "decode", "x", "", "triton", ""]
+        text = "===== ERROR SUMMARY: 3 errors"
+        return SimpleNamespace(returncode=statuses.pop(), stdout=text, stderr="")
+
+    monkeypatch.setattr(hour.subprocess, "run", run)
+    for note in ("failed: ===== ERROR SUMMARY: 3 errors", ""):
+        assert hour._memcheck(Job("memcheck", "decode", "x", "", "triton")) == {"note": note}
+
+
+def test_auto_takes_a_kernel_where_it_has_been_checked(monkeypatch, caplog):
     q = jax.ShapeDtypeStruct((1, 64, 2, 32), jnp.bfloat16)
 
     def launches():
@@ -327,21 +454,11 @@ def test_auto_takes_a_kernel_where_it_has_been_checked(monkeypatch, caplog, cach
         return len(machine_code.launches(lambda q: attend(q, q, q), [q], 90))
 
     dispatch._log_once.cache_clear()
-    monkeypatch.setattr(verified, "VERIFIED", frozenset())
+    monkeypatch.setattr(verified, "VERIFIED", frozenset({80}))
     assert launches() == 0
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "compute capability 90; run python -m ttcd_kernels.check once" in record.getMessage()
-    cache.mkdir(parents=True)
-    verified.record(80).touch()
-    assert launches() == 0
-    verified.record(90).touch()
-    assert launches() == 1
-    with monkeypatch.context() as patch:  # of other sources nobody knows
-        patch.setattr(verified, "source", lambda: "before")
-        assert launches() == 0
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert launches() == 0  # other machines may not have checked
+    assert "not been checked on a GPU of compute capability 90: name them" in record.getMessage()
     monkeypatch.setattr(verified, "VERIFIED", {90})
     assert launches() == 1
 
@@ -351,32 +468,30 @@ CASE = "64K 8192/4096 H16/8 D128"
 
 
 @pytest.fixture
-def turn(tmp_path):
-    file = tmp_path / "turn"
-    file.touch()
-    return str(file)
+def turn(tmp_path, monkeypatch):
+    """The file that processes lock while they time."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"ttcd_kernels_{os.getuid()}.lock"
 
 
-def _may_lock(file, kind):
-    with open(file) as file:
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+def _is_locked(file):
+    with file.open("a") as other, contextlib.suppress(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
     return True
 
 
 @pytest.mark.parametrize(
     ("op", "case", "kernel", "arrays"),
     [
-        ("dual_window", "200, full/1 H2/1 D32", "forward", 5),
-        ("dual_window", "200, full/1 H2/1 D32", "backward_q", 8),
-        ("dual_window", "200, full/1 H2/1 D32", "backward_kv", 8),
+        ("dual_window", "200, full/1 H2/1 D32, scale -0.1", "forward", 5),
+        ("dual_window", "200, full/1 H2/1 D32, scale -0.1", "backward_q", 8),
+        ("dual_window", "200, full/1 H2/1 D32, scale -0.1", "backward_kv", 8),
         ("decode", "256/256 H6/2 D32", "decode_attention", 4),
     ],
 )
 def test_a_kernel_is_timed_alone(op, case, kernel, arrays, hopper, turn, capsys, monkeypatch):
-    """Processes compile together, and time while no other compiles."""
+    """Processes compile together, and time in turn."""
     launched, seen = [], []
 
     def triton_call(*args, name, out_shape, **constants):
@@ -384,15 +499,15 @@ def test_a_kernel_is_timed_alone(op, case, kernel, arrays, hopper, turn, capsys,
         return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
 
     def seeing(function, *args):
-        seen.append([_may_lock(turn, kind) for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX)])
+        seen.append(_is_locked(turn))
         return function(*args)
 
     monkeypatch.setitem(sys.modules, "jax_triton", SimpleNamespace(triton_call=triton_call))
-    for name in ("ready", "median_seconds"):
-        monkeypatch.setattr(measure, name, partial(seeing, getattr(measure, name)))
-    (found,) = (x for x in OPS[op].SHAPES["parity"] if x.name == case)
+    for module, name in ((programs, "ready"), (measure, "median_seconds")):
+        monkeypatch.setattr(module, name, partial(seeing, getattr(module, name)))
+    found = next(x for x in OPS[op].SHAPES["check"] if x.name == case and x.dtype == "bfloat16")
     tile = getattr(tune.table_of(OPS[op], found), kernel)
-    tune.main(["--turn", turn, "--job", op, "parity", case, kernel, ",".join(map(str, tile))])
+    hour.main(["--job", "tiles", op, case, "bfloat16", kernel, ",".join(map(str, tile))])
     row = json.loads(capsys.readouterr().out)
     assert (row["note"], row["ms"] > 0) == (tune.TABLE, True)
     ((name, constants, operands),) = launched  # neither the forward nor the other gradient
@@ -400,8 +515,8 @@ def test_a_kernel_is_timed_alone(op, case, kernel, arrays, hopper, turn, capsys,
     assert (constants["BLOCK_N"], constants["num_warps"]) == (tile.block_n, tile.num_warps)
     assert len(operands) == arrays
     assert [x.dtype for x in operands].count("int32") == 1  # tiles or positions, not drawn
-    assert seen == [[True, False], [False, False]]
-    assert _may_lock(turn, fcntl.LOCK_EX)
+    assert seen == [False, True]
+    assert not _is_locked(turn)
 
 
 def test_a_tile_that_is_not_timed_says_why(hopper, turn, monkeypatch):
@@ -409,86 +524,59 @@ def test_a_tile_that_is_not_timed_says_why(hopper, turn, monkeypatch):
         raise RuntimeError("out of resources")
 
     monkeypatch.setitem(sys.modules, "jax_triton", SimpleNamespace(triton_call=triton_call))
-    case = "256/256 H6/2 D32"
-    row = tune.measured(tune.Job("decode", "parity", case, "decode_attention", "32,4,2,132"), turn)
-    assert (row["note"], row["ms"]) == ("failed: RuntimeError: out of resources", None)
+    job = Job("tiles", "decode", "256/256 H6/2 D32", "bfloat16", "decode_attention", "32,4,2,132")
+    assert tune.measured(job) == {"ms": None, "note": "failed: RuntimeError: out of resources"}
 
 
 def _tile_row(job):
     """The table's tile takes 10 ms, other tiles as many as their warps; one crashes."""
     if job.tile == "32,128,4,2":
-        return job._asdict() | {"note": "failed: no result (exit status -11): "}
-    table = tune.table_of(OPS[job.op], OPS[job.op].SHAPES["paper"][0])
-    is_table = job.tile == ",".join(map(str, getattr(table, job.kernel)))
+        return {"note": "failed: no result (exit status -11): "}
+    table = tune.table_of(OPS[job.op], cases.case_of(job))
+    is_table = job.tile == ",".join(map(str, getattr(table, job.implementation)))
     ms = 10.0 if is_table else float(job.tile.split(",")[2])
-    return job._asdict() | {"ms": ms, "note": tune.TABLE if is_table else ""}
+    return {"ms": ms, "note": tune.TABLE if is_table else ""}
 
 
 def test_a_search_tries_every_tile_names_the_best_and_goes_on_where_it_was(
     processes, tmp_path, capsys
 ):
     (seen, rows_of), file = processes, tmp_path / "tune.json"
-    arguments = ["--case", CASE, "--output", str(file)]
+    line = ["--steps", "tiles", "--op", "dual_window", "--case", CASE, "--output", str(file)]
     rows_of.append(lambda job: _tile_row(job) if len(seen) <= 20 else sys.exit("interrupted"))
     with pytest.raises(SystemExit, match="interrupted"):
-        tune.main(arguments)
+        hour.main(line)
     rows_of.pop()
     seen.clear()
     before = json.loads(file.read_text())["rows"]
-    assert [row["kernel"] for row in before[:6]] == KERNELS * 2
-    tune.main(arguments)
+    assert [row["implementation"] for row in before[:6]] == KERNELS * 2
+    hour.main(line)
     printed = capsys.readouterr().out
-    assert "52 tiles to try, 20 tried before" in printed
     report = json.loads(file.read_text())
     rows = report["rows"]
     assert rows[:20] == before
-    assert len(seen) == 52
-    assert len({row["kernel"] + row["tile"] for row in rows}) == len(rows) == 72
+    lost = [row for row in before if row["note"].startswith("failed")]
+    assert len(seen) == 52 + len(lost)
+    assert len({row["implementation"] + row["tile"] for row in rows}) == len(rows) == 72
     for kernel in KERNELS:
-        tiles = {row["tile"] for row in rows if row["kernel"] == kernel}
+        tiles = {row["tile"] for row in rows if row["implementation"] == kernel}
         assert tiles >= {",".join(map(str, x)) for x in dual_window_tuning.CANDIDATES[kernel]}
         group = [row for row in tune.ranked(rows) if row["kernel"] == kernel]
         assert [(row["time ms"], row["/ table"]) for row in group[:2]] == [(4, 0.4)] * 2
         assert group[-1]["note"] == "failed: no result (exit status -11): "
-    assert printed.splitlines()[-3:] == tune.advice(report)
+    assert printed.splitlines()[-4:-1] == tune.advice(report)
     for line, kernel in zip(tune.advice(report), KERNELS, strict=True):
         assert line.startswith(f"dual_window/tuning.py: {kernel} = ")
         assert line.endswith(f"takes 0.40 of the table's time for {CASE}")
-    tune.main(arguments)
-    assert len(seen) == 52  # no tile twice, the one that crashed neither
-    assert json.loads(file.read_text())["rows"] == rows
-
-
-def test_results_of_another_machine_or_source_are_not_mixed(processes, tmp_path, capsys):
-    seen, file = processes[0], tmp_path / "tune.json"
-    arguments = ["--case", CASE, "--output", str(file)]
-    tune.main(arguments)
-    report = json.loads(file.read_text())
-    h200 = report["environment"] | {"device": "H200"}
-    for text, message in [
-        (json.dumps(report | {"source": "before"}), "is of another machine, version or source"),
-        (json.dumps(report | {"environment": h200}), "is of another machine, version or source"),
-        ("{", "is no report of this command"),
-        ("[]", "is no report of this command"),
-        ('{"rows": []}', "is no report of this command (KeyError('environment'))"),
-    ]:
-        file.write_text(text)
-        with pytest.raises(SystemExit, match=r"^2$"):
-            tune.main(arguments)
-        assert message in capsys.readouterr().err
-        assert file.read_text() == text
-    report["environment"]["clocks"] = "others: they change"
-    file.write_text(json.dumps(report))
-    tune.main(arguments)
-    assert len(seen) == 72
 
 
 def test_no_more_processes_than_fit_in_device_memory(monkeypatch):
-    """64K tokens, 16 heads on 8 kv heads of 128, bfloat16: 1 GiB of operands; of four rows 4."""
-    parser = cases.parser_of("tune", "", ["dual_window"], "paper")
-    monkeypatch.setattr(measure, "usable_bytes", lambda: 20 << 30)
-    for case, processes in ((CASE, 10), (f"4 x {CASE}", 2), ("1M 8192/4096 H16/8 D128", 1)):
-        assert tune._at_once(cases.parsed(parser, ["--case", case])) == processes
+    """64K tokens, 16 heads on 8 kv heads of 128, bfloat16, 1 GiB and log-sum-exps; of four rows 4;
+    of 2^31 elements 14.6."""
+    monkeypatch.setattr(measure, "usable_bytes", lambda: 75 << 30)
+    big = next(case.name for case in SHAPES["check"] if case.num_compared)
+    for case, count in ((CASE, 18), (f"4 x {CASE}", 4), ("1M 8192/4096 H16/8 D128", 1), (big, 1)):
+        assert cases.at_once(Job("times", "dual_window", case, "bfloat16")) == count
 
 
 def test_a_table_serves_every_head_dim_and_older_and_newer_gpus():

@@ -30,11 +30,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ttcd_kernels import launch, measure
-from ttcd_kernels.cases import OPS
 from ttcd_kernels.dual_window import mosaic_call
 from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS, MOSAIC_TILES
 from ttcd_kernels.table import format_table
 
+from experiments.studies.kernels import programs
+from experiments.studies.kernels.cases import OPS
 from ttcd_jax.run.described import COMPILER, described_devices, missing_compiler
 from ttcd_jax.train.hardware import HARDWARE
 
@@ -112,7 +113,7 @@ def cases(op: str) -> list[Any]:
 def compile_kernels(op: str, case: Any, capability: int) -> list[Compiled]:
     """The kernels of a case's forward and gradients, in the order of their launches."""
     with launch.compiling_for(capability):
-        *_, make = measure.directions(OPS[op], case).values()
+        *_, make = programs.directions(OPS[op], case).values()
         whole = make(OPS[op].implementations(case)["triton"])
     found = launches(whole, OPS[op].operand_shapes(case), capability)
     return [compile_launch(x, capability) for x in found]

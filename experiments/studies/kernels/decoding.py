@@ -1,21 +1,21 @@
-"""Cases of decode attention for `bench`, `tune` and machine code: shapes, its implementations, and
-JAX's attention called once per window."""
+"""Cases of decode attention: shapes, definition, implementations, and JAX's attention called once
+per window."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
-
-from ttcd_kernels import launch
+from ttcd_kernels import decode_attention_with_lse, launch
 from ttcd_kernels.decode import triton_call, tuning
-from ttcd_kernels.decode.api import decode_attention
 from ttcd_kernels.decode.xla import visible_slots
-from ttcd_kernels.measure import Program, Work
 from ttcd_kernels.windows import Windows
+
+from experiments.studies.kernels import definition
+from experiments.studies.kernels.programs import Program, Work
 
 PEERS = ("jax.nn",)  # name prefixes of foreign implementations, which may refuse a shape
 
@@ -34,10 +34,15 @@ class Case(NamedTuple):
     first_position: int = 100_000  # far beyond any window
     dtype: str = "bfloat16"
     rounds: int = 5
+    num_compared: None = None  # all
 
     @property
     def positions(self) -> Int[Array, " B"]:
         return jnp.asarray(self.first_position + 7 * np.arange(self.batch, dtype=np.int32))
+
+    @property
+    def windows(self) -> Windows:
+        return Windows(self.teacher_window, self.student_window, self.head_dim**-0.5)
 
 
 def _at_batches(case: Case) -> list[Case]:
@@ -48,7 +53,8 @@ _PARITY = (
     Case("300/100 H16/8 D128, 517 slots", 3, 16, 8, 128, 300, 100, num_slots=517),
     Case("1000/999 H17 of one kv head D64", 2, 17, 1, 64, 1000, 999, dtype="float16"),
     Case("256/256 H6/2 D32", 4, 6, 2, 32, 256, 256),
-    Case("300/1 H24 D64, beginning", 9, 24, 24, 64, 300, 1, first_position=0, dtype="float32"),
+    # A row that waits, the first position, ...
+    Case("300/1 H24 D64, beginning", 9, 24, 24, 64, 300, 1, first_position=-7, dtype="float32"),
     Case("300/100 H6/2 D80", 3, 6, 2, 80, 300, 100),
     Case("256/256 H8 D96, 400 slots", 2, 8, 8, 96, 256, 256, num_slots=400),
 )
@@ -75,11 +81,22 @@ def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
     return [q, cache, cache]
 
 
+def compared(case: Case, arrays: Sequence[Any]) -> list[Any]:
+    return [*arrays]
+
+
+def expected(case: Case, operands: Sequence[jax.Array]) -> dict[str, np.ndarray]:
+    """All four results by name."""
+    q, k, v = (np.asarray(x).astype(np.float64) for x in operands)
+    results = definition.decode(q, k, v, np.asarray(case.positions), case.windows)
+    return dict(zip(definition.NAMES, results, strict=False))
+
+
 def implementations(case: Case) -> dict[str, Callable[..., Any]]:
-    """(q, k_cache, v_cache) -> (teacher, student)."""
+    """(q, k_cache, v_cache) -> (teacher, student, teacher lse, student lse); of JAX outputs."""
     teacher, student = windows = case.teacher_window, case.student_window
     options: Any = {"teacher_window": teacher, "student_window": student}
-    dual = functools.partial(decode_attention, position=case.positions, **options)
+    dual = functools.partial(decode_attention_with_lse, position=case.positions, **options)
 
     def twice(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> tuple[jax.Array, ...]:
         """JAX's attention, one masked call per window."""
@@ -97,8 +114,7 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
 
 def alone(case: Case, kernel: str, tile: tuning.Tile) -> Program:
     """The first kernel with a tile as a function, and its operands."""
-    windows = Windows(case.teacher_window, case.student_window, case.head_dim**-0.5)
-    run = functools.partial(triton_call.launch_shares, windows, tile)
+    run = functools.partial(triton_call.launch_shares, case.windows, tile)
     return lambda q, k, v: run(q, k, v, case.positions), operand_shapes(case)
 
 

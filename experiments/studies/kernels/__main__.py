@@ -1,0 +1,140 @@
+"""A GPU's first half hour: are the kernels right, how fast, with which tiles, in a model's step?
+
+    python -m experiments.kernels --output FILE [--minutes 9] [--steps check times ...]
+
+Every job is a process with a limit and a row in FILE (`runner`): each case beside its definition
+(check), each kernel and its peers by time (times), the first cases under compute-sanitizer where it
+is installed (memcheck), a model's step, and each tile of each kernel (tiles). Where the minutes end
+first the status is 75, and the same command goes on; 2: there is no GPU, 1: a job failed. XLA at
+tiny sizes, without a GPU: --shapes tiny --implementation xla
+"""
+
+import argparse
+import json
+import math
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ttcd_kernels.measure import Row
+from ttcd_kernels.table import format_table
+
+from experiments.studies.kernels import bench, cases, check, programs, tune
+from experiments.studies.kernels.cases import GPU_KERNELS, OPS
+from experiments.studies.kernels.runner import PROGRAM, Job, Store
+
+# Of the paper: what everything else depends on, and the 760M model's.
+_CASES = ("64K 8192/4096 H16/8 D128", "760M: 32K 2048/1024 H24 D64", "B8 8192/4096 H16/8 D128")
+_MODELS = ("ipttcd_760m.gin", "swa_760m.gin")
+_LATER = 75  # what is measured is saved: run it again
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = cases.parser_of("A GPU's first half hour.", "paper", GPU_KERNELS)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="none is started after")
+    parser.add_argument("--timeout", type=float, help="seconds of a process (default: by step)")
+    parser.add_argument("--steps", choices=STEPS, nargs="+", default=[*STEPS], help="which")
+    parser.add_argument("--job", nargs=len(Job._fields), help=argparse.SUPPRESS)  # in a process
+    options = parser.parse_args(arguments)
+    if options.job:  # no device is touched but by the job
+        print(json.dumps(STEPS[options.job[0]].measured(Job(*options.job))))
+        return
+    cases.parsed(parser, options, options.steps != ["check"])
+    store, lines = Store(parser, options.output, options.minutes), []
+    if options.shapes == "paper":
+        options.case = options.case or [*_CASES]
+    jobs = {name: STEPS[name].jobs(options) for name in options.steps}
+    for name, wanted in jobs.items():
+        step = STEPS[name]
+        for row in store.run(wanted, options.timeout or step.seconds, step.at_once):
+            if row["note"].startswith(programs.FAILED):
+                print(*(row[x] for x in Job._fields), row["note"], flush=True)
+        rows = [store[job] for job in wanted if job in store]
+        print(f"\n{name}: {len(rows)} of {len(wanted)}", flush=True)
+        print(format_table(step.shown(rows)) if rows else "", flush=True)
+        lines += step.advice(rows)
+    print(*lines, sep="\n")
+    wanted = [job for of_step in jobs.values() for job in of_step]
+    if not wanted:
+        names = ", ".join(options.implementation)
+        raise SystemExit(f"nothing to do: no op has an implementation {names} here")
+    if left := sum(job not in store for job in wanted):
+        print(f"{left} of {len(wanted)} are left: the same command goes on")
+        raise SystemExit(_LATER)
+    peers = tuple(name for op in OPS.values() for name in op.PEERS)
+    ours = [x for x in wanted if x.step != "tiles" and not x.implementation.startswith(peers)]
+    failed = sum(store[job]["note"].startswith(programs.FAILED) for job in ours)
+    if failed:
+        raise SystemExit(f"{failed} of {len(wanted)} failed; the notes above say why")
+    print(f"all {len(wanted)} done")
+
+
+def _shown(rows: Sequence[Row]) -> list[Row]:
+    hidden = ("step", "tile", "surroundings", "note")
+    names = [x for x in dict.fromkeys(x for row in rows for x in row) if x not in hidden]
+    return [{x: row.get(x) for x in (*names, "note")} for row in rows]
+
+
+class Step(NamedTuple):
+    """Jobs of a kind: how they are found, measured, shown and used; seconds of each, how many at
+    once."""
+
+    jobs: Callable[[Namespace], list[Job]]
+    measured: Callable[[Job], Row]
+    seconds: int
+    at_once: Callable[[Job], int] = lambda job: 1
+    shown: Callable[[Sequence[Row]], list[Row]] = _shown
+    advice: Callable[[Sequence[Row]], list[str]] = lambda rows: []
+
+
+def _memcheck_jobs(options: Namespace) -> list[Job]:
+    """The first case of each kernel, where there is the tool."""
+    if shutil.which("compute-sanitizer") is None:
+        return []
+    first = {(job.op, job.implementation): job for job in reversed(check.jobs(options))}
+    return [job._replace(step="memcheck") for job in first.values()]
+
+
+def _memcheck(job: Job) -> Row:
+    """Fails where compute-sanitizer sees an access out of bounds."""
+    line = ["compute-sanitizer", "--tool=memcheck", "--target-processes=all", "--error-exitcode=9"]
+    line += [sys.executable, *PROGRAM, "--job", *job._replace(step="check")]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    text = (done.stdout + done.stderr).strip().splitlines() or [""]
+    return {"note": f"{programs.FAILED}{text[-1][:120]}" if done.returncode else ""}
+
+
+def _model_jobs(options: Namespace) -> list[Job]:
+    """Both models, by each implementation that trains and by XLA."""
+    names = _MODELS if options.shapes == "paper" else ("recall.gin", "recall_swa.gin")
+    ways = dict.fromkeys((*(x for x in options.implementation if x != "mosaic"), "xla"))
+    return [Job("step", "", gin, implementation=way) for way in ways for gin in names]
+
+
+def _model_step(job: Job) -> Row:
+    """Training steps of a model, of one row of tokens at 760M parameters."""
+    from experiments.studies.bench.cases import Step as Bench
+
+    attention = f"TransformerConfig.attention_implementation={job.implementation!r}"
+    is_tiny = job.case not in _MODELS
+    more: Any = Bench.quick["param"] if is_tiny else ("RunConfig.batch_size=1",)
+    ((row,),) = Bench(gin=(job.case,), param=(*more, attention), rounds=3).tables()
+    return {x: row[x] for x in ("step ms", "tokens/s", "MFU %", "MiB")} | {"note": ""}
+
+
+STEPS = {
+    "check": Step(check.jobs, check.measured, 120, cases.at_once, _shown, check.advice),
+    "times": Step(bench.jobs, bench.measured, 120),
+    "memcheck": Step(_memcheck_jobs, _memcheck, 120),
+    "step": Step(_model_jobs, _model_step, 240),
+    "tiles": Step(
+        *(tune.jobs, tune.measured, 300, cases.at_once, tune.ranked),
+        lambda rows: tune.advice({"rows": rows}),
+    ),
+}
+
+if __name__ == "__main__":
+    main()
