@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from absl import flags
 from flax import nnx
+from pygments.lexers.python import PythonLexer
 from sphinx.application import Sphinx
 
 from experiments.studies.mad.sweep import MADSweepConfig
@@ -40,18 +41,20 @@ nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 html_theme = "furo"
 html_title = "ttcd_jax"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 autodoc_member_order = "bysource"
 maximum_signature_line_length = 80
-python_display_short_literal_types = True
+smartquotes = False
 
 ROOTS = (RunConfig, StudyConfig, MADSweepConfig)
 CLASSES = {name: cls for root in ROOTS for name, cls in reachable_classes(root).items()}
 
 
 def fields(prefix: str) -> str:
-    """The configuration classes of the modules that begin so."""
-    found = [(name, x) for name, x in CLASSES.items() if x.__module__.startswith(prefix)]
+    """The configuration classes of the modules whose names begin so, a regular expression."""
+    found = [(name, x) for name, x in CLASSES.items() if re.match(prefix, x.__module__)]
     return "\n".join(
         f"### {name}\n\n{_documented('autoclass', f'{cls.__module__}.{name}')}"
         for name, cls in sorted(found)
@@ -66,7 +69,8 @@ def api(module: str) -> str:
         if inspect.ismodule(value) or value in (*CLASSES.values(),) or not callable(value):
             continue
         kind = "autoclass" if isinstance(value, type) else "autofunction"
-        members = "   :members:\n" if kind == "autoclass" else ""
+        is_config = kind == "autoclass" and issubclass(value, Config)
+        members = "" if kind == "autofunction" or is_config else "   :members:\n"
         text.append(f"### {name}\n\n" + _documented(kind, f"{module}.{name}", members))
     return "\n".join(text)
 
@@ -80,9 +84,10 @@ def commands(_: str) -> str:
         if before:
             text.append(f"It is `ttcd {module} {' '.join(before)}`.")
             continue
-        text.append(f"```text\n{_help(name)}\n```")
+        paragraphs = _help(name).split("\n\n")
+        text += [x if x.startswith("    ") else _escaped(x) for x in paragraphs]
         if found := _flags(name):
-            rows = [f"| `--{x.name}` | {_default(x)} | {_cell(x.help)} |" for x in found]
+            rows = [f"| `--{x.name}` | {_default(x)} | {_said(x)} |" for x in found]
             text.append("\n".join(["| flag | default | |", "|---|---|---|", *rows]))
     return "\n\n".join(text)
 
@@ -113,13 +118,20 @@ def _flags(module: str) -> list[flags.Flag]:
 
 
 def _default(flag: flags.Flag) -> str:
-    if flag.validators:
+    if flag.default is None and flag.validators:
         return "required"
     return "-" if flag.default in (None, "", []) else f"`{flag.default}`"
 
 
-def _cell(text: str) -> str:
-    return re.sub(r"([|<*_\[\]])", r"\\\1", " ".join(text.split()))
+def _said(flag: flags.Flag) -> str:
+    text = flag.help.partition(";\n  repeat this option")[0]
+    is_repeated = isinstance(flag, flags.MultiFlag)
+    return " ".join(_escaped(text).split()) + " May be repeated." * is_repeated
+
+
+def _escaped(text: str) -> str:
+    """Text of a docstring as Markdown."""
+    return re.sub(r"([|<*_\[\]])", r"\\\1", text)
 
 
 def _generated(app: Sphinx, page: str, source: list[str]) -> None:
@@ -203,6 +215,7 @@ def _entrance(app: Sphinx, error: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> None:
+    app.add_lexer("gin", PythonLexer)
     app.connect("source-read", _generated)
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-docstring", _docstring)
