@@ -70,7 +70,7 @@ def api(module: str) -> str:
             continue
         kind = "autoclass" if isinstance(value, type) else "autofunction"
         is_config = kind == "autoclass" and issubclass(value, Config)
-        members = "" if kind == "autofunction" or is_config else "   :members:\n"
+        members = "" if kind == "autofunction" or is_config else "   :members:\n   :exclude-members: config_class\n"
         text.append(f"### {name}\n\n" + _documented(kind, f"{module}.{name}", members))
     return "\n".join(text)
 
@@ -80,9 +80,9 @@ def commands(_: str) -> str:
     text = []
     for command, (module, before, words) in COMMANDS.items():
         name = f"ttcd_jax.commands.{module}"
-        text.append(f"## ttcd {command}\n\n{words[0].upper()}{words[1:]}.")
+        text.append(f"## ttcd {command}")
         if before:
-            text.append(f"It is `ttcd {module} {' '.join(before)}`.")
+            text.append(f"It is `ttcd {module} {' '.join(before)}`: {words}.")
             continue
         paragraphs = _help(name).split("\n\n")
         text += [x if x.startswith("    ") else _escaped(x) for x in paragraphs]
@@ -124,7 +124,7 @@ def _default(flag: flags.Flag) -> str:
 
 
 def _said(flag: flags.Flag) -> str:
-    text = flag.help.partition(";\n  repeat this option")[0]
+    text = re.split(r";\s+repeat this option", flag.help)[0]
     is_repeated = isinstance(flag, flags.MultiFlag)
     return " ".join(_escaped(text).split()) + " May be repeated." * is_repeated
 
@@ -185,7 +185,7 @@ def _docstring(
         for field in dataclasses.fields(value):
             is_required = field.default is dataclasses.MISSING
             default = "required" if is_required else f"``{field.default!r}``"
-            bounds = ", ".join(dict.fromkeys(_bounds(hints[field.name])))
+            bounds = _restructured(", ".join(dict.fromkeys(_bounds(hints[field.name]))))
             kind = f"``{_Shown(hints[field.name])}``" + f", {bounds}" * bool(bounds)
             lines += _row(f"``{field.name}``", kind, default)
     lines.append("")
