@@ -1,4 +1,4 @@
-"""The site of `make docs`, built once: no warning, no dead link, and every field and command on it."""
+"""The site of `make docs`, built once: no warning, no dead link, every field and command."""
 
 import dataclasses
 import html
@@ -9,10 +9,10 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+import ttcd_kernels
 from commands import ROOT, cpu_environment
 
 import ttcd_jax
-import ttcd_kernels
 from ttcd_jax.commands.completion import _flags
 from ttcd_jax.commands.main import COMMANDS
 from ttcd_jax.config import Config
