@@ -22,7 +22,6 @@ from ttcd_kernels.measure import environment
 from ttcd_kernels.table import Row, format_table
 
 from ttcd_jax.commands import cli
-from ttcd_jax.commands.report.sections import Run, run_rows, training_sections
 from ttcd_jax.config import DISTINCT, Bound, Config, NonNegative, Positive
 from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
@@ -40,6 +39,7 @@ from ttcd_jax.registry import IMPORTED_MODULES
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import RunDirectory, load_run
+from ttcd_jax.run.page import Run, run_rows, training_sections
 from ttcd_jax.run.start import inherited_model
 from ttcd_jax.train.checkpoint import complete_steps
 from ttcd_jax.train.flops import training_flops_per_token
@@ -334,7 +334,7 @@ def _sections(
     def by_name(record: Any) -> str | None:
         return None if by_key(record) is None else documents[record.document]
 
-    picture = (output / f"{kind.name}_from_{base}.png").absolute()
+    picture = (output / f"{kind.name}_from_{base}.svg").absolute()
     labels = f"{title} - {base}", kind.x_label, "nats per token"
     by_document.draw_curves(picture, *labels, less_base(kind.x))
     sentence = f"Below 0 a recipe is better than {base} on the same tokens, mean of its seeds."

@@ -1,0 +1,259 @@
+"""The page of several runs: what it answers, a row per run, then a section for everything that was
+measured. Training writes that of its own run at every evaluation."""
+
+import json
+import math
+import shlex
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ttcd_kernels.table import Row
+
+from ttcd_jax import units
+from ttcd_jax.data.sources import row_length
+from ttcd_jax.files import read_json
+from ttcd_jax.inference.state import state_bytes
+from ttcd_jax.measure.answers import Facts, answers, controls
+from ttcd_jax.measure.page import Section, write_page
+from ttcd_jax.measure.pictures import Picture, coloured_by_run, plot_lines
+from ttcd_jax.measure.results import Results, measured, task_sections
+from ttcd_jax.measure.task import TASKS
+from ttcd_jax.methods import method_named
+from ttcd_jax.models.config import TransformerConfig, switched_off
+from ttcd_jax.run.directory import METRICS, RunDirectory, model_config
+from ttcd_jax.run.reporting import read_metrics
+from ttcd_jax.run.trackers import Tracker
+from ttcd_jax.sharding import rules
+from ttcd_jax.train.flops import training_flops_per_token
+from ttcd_jax.train.state import num_params
+
+_CURVES = {  # of a metric: title, name of the axis
+    "loss": ("Training and its speed", "training loss (nats per token)"),
+    "memory_ratio": ("Size of the memory, mean over layers", "|eta S| / |W_base|"),
+    "gate_mean": ("Gate of the memory, mean over layers", "mean of beta"),
+    "window_share": ("Share of the windows in what is written, mean over layers", "share of |e|^2"),
+}
+_LAST = {"memory_ratio": "|eta S|/|W|", "gate_mean": "gate", "window_share": "window share"}
+
+
+class Run(NamedTuple):
+    """A run of a page: its name there, and its metrics."""
+
+    label: str
+    path: Path
+    metrics: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, label: str, path: Path) -> "Run":
+        return cls(label, path, read_metrics(path / METRICS))
+
+    def numbers(self, name: str) -> dict[int, float]:
+        """The values of a metric by step, the mean over layers, where they are numbers."""
+        found = {}
+        for record in self.metrics:
+            values = [x for key, x in record.items() if key.partition("/")[0] == name]
+            if values and all(isinstance(x, int | float) and abs(x) < 1e300 for x in values):
+                found[record["step"]] = statistics.fmean(values)
+        return found
+
+    @property
+    def speed(self) -> float | None:
+        """The median of tokens per second."""
+        speeds = [x for x in self.numbers("tokens_per_second").values() if x]
+        return statistics.median(speeds) if speeds else None
+
+    def last(self, name: str) -> str | None:
+        """The medians of the last ten values of a metric, by layer."""
+        layers: dict[str, list[float]] = {}
+        for key, x in (item for record in self.metrics for item in record.items()):
+            if key.partition("/")[0] == name and isinstance(x, float):
+                layers.setdefault(key, []).append(x)
+        return ", ".join(f"{statistics.median(x[-10:]):.2g}" for x in layers.values()) or None
+
+
+def run_rows(runs: Sequence[Run]) -> list[Row]:
+    """The first table of a page."""
+    rows = []
+    for run in runs:
+        directory = RunDirectory(run.path)
+        config, model = directory.read_config(), model_config(directory)
+        steps = max((x["step"] for x in run.metrics), default=config.get("steps"))
+        length, size = row_length(directory.read_part("data")), config.get("batch_size")
+        per_token = training_flops_per_token(model, length)
+        row = {
+            "run": run.label,
+            "method": model.label,
+            "parameters": num_params(model),
+            "steps": steps,
+            "tokens per row": length,
+            "FLOPs per token": float(per_token),
+            "training FLOPs": float(per_token * length * size * steps) if size and steps else None,
+            "tokens/s": run.speed,
+            "held per text": units.size(_held(model, length)),
+            "device": ", ".join(_environment(run.path).get("devices") or ()),
+        }
+        last = {column: run.last(name) for name, column in _LAST.items()}
+        rows.append(row | {column: text for column, text in last.items() if text})
+    return rows
+
+
+def training_sections(runs: Sequence[Run], output: Path) -> list[Section]:
+    """Loss and speed of the runs that were trained here, and how far their memory moves the
+    weights: a curve by step, and the last value."""
+    sections = []
+    for name, (title, y_label) in _CURVES.items():
+        table, lines = [], {}
+        for run in runs:
+            if found := run.numbers(name):
+                lines[run.label] = [*found], [*found.values()]
+                row = {"run": run.label, "step": max(found), y_label: found[max(found)]}
+                if name == "loss":
+                    row["tokens/s (median)"] = run.speed
+                table.append(row)
+        if table:
+            path = output / ("training.svg" if name == "loss" else f"{name}.svg")
+            plot_lines(path, title=title, x_label="step", y_label=y_label, series=lines)
+            picture = Picture(path.absolute(), f"{title}, by step.")
+            sections.append(Section(title, table, [picture], is_detail=True))
+    return [*sections, *_evaluations(runs, output)]
+
+
+def _evaluations(runs: Sequence[Run], output: Path) -> list[Section]:
+    """The evaluations during training, a task each: its last bucket by step."""
+    tasks: dict[str, dict[str, dict[int, float]]] = {}
+    for run in runs:
+        last = {}
+        for record in run.metrics:
+            for name, value in record.items():
+                task, *middle, _ = name.split("/")
+                if middle and task in TASKS and isinstance(value, int | float):
+                    last[record["step"], task, "/".join(middle)] = value
+        for (step, task, series), value in last.items():
+            own = model_config(RunDirectory(run.path)).label
+            is_own = f"{series}, ".startswith(f"{own}, ")
+            label = run.label + series[len(own) :] if is_own else f"{run.label}, {series}"
+            tasks.setdefault(task, {}).setdefault(label, {})[step] = value
+    sections = []
+    for task, found in tasks.items():
+        path, title = output / f"{task}_by_step.svg", f"{TASKS[task].title}, by step of training"
+        lines = {name: ([*values], [*values.values()]) for name, values in found.items()}
+        plot_lines(path, title=title, x_label="step", y_label="last row of its table", series=lines)
+        picture = Picture(path.absolute(), "The last row of the table of the task, by step.")
+        sections.append(Section(title, (), [picture], is_detail=True))
+    return sections
+
+
+def settings_section(runs: Sequence[Run]) -> Section:
+    """What made every run: its commit, seed and windows, the fields in which the runs differ, the
+    changes since, and the command."""
+    rows, lines, fields = [], [], [_leaves(RunDirectory(x.path).read_config()) for x in runs]
+    names = dict.fromkeys(("seed", "model.window", "model.student_window"))
+    for name in dict.fromkeys(name for found in fields for name in found):
+        if len({found.get(name) for found in fields}) > 1:
+            names[name] = None
+    for run, found in zip(runs, fields, strict=True):
+        environment = _environment(run.path)
+        shown = {name: found[name] for name in names if name in found}
+        rows.append({"run": run.label, "commit": str(environment.get("commit"))[:12]} | shown)
+        changes = read_json(run.path / "config.json").get("changes") or ()
+        later = [f"from step {x['step']} on {x['field']} = {x['new']}" for x in changes]
+        if command := environment.get("command"):
+            text = "; ".join([f"`{_command(command)}`", *later])
+            lines.append(f"{run.label}: {text}; its configuration: `{run.path / 'config.gin'}`")
+    return Section("Settings and commands", rows, lines=lines, is_detail=True)
+
+
+def _command(arguments: Sequence[str]) -> str:
+    program, *rest = arguments
+    path = Path(program)
+    if path.name == "__main__.py":
+        path = path.parent
+    start = ["ttcd", path.stem] if "commands" in path.parts else ["python", program]
+    return shlex.join([*(["ttcd"] if path.name == "ttcd" else start), *rest])
+
+
+def _leaves(value: Any, name: str = "") -> dict[str, str]:
+    """The fields of a configuration by their paths, as text."""
+    if not isinstance(value, dict):
+        return {name: json.dumps(value)}
+    parts = (_leaves(x, f"{name}.{key}" if name else key) for key, x in value.items())
+    return {path: text for part in parts for path, text in part.items()}
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """Where a run began; its devices are names, once each."""
+    file = path / "environment.json"
+    found = read_json(file) if file.exists() else {}
+    devices = found.get("devices")
+    names = sorted({*map(str, devices)}) if isinstance(devices, list) else []
+    return found | {"devices": names}
+
+
+def _held(model: TransformerConfig, length: int) -> int:
+    """Bytes that a decoder holds per text, of full attention for one of `length` tokens. The rows
+    of a mesh in use have to divide among its devices."""
+    rows = math.prod(rules.axis_size(axis) for axis in rules.BATCH)
+    return state_bytes(model, rows, max_length=length)["total"] // rows
+
+
+def facts(run: Run) -> Facts:
+    directory = RunDirectory(run.path)
+    config, model = directory.read_config(), model_config(directory)
+    length = row_length(directory.read_part("data"))
+    has_memory = method_named(model.method).layers != "none"
+    return Facts(
+        method=model.label,
+        has_memory=has_memory and switched_off(model, length=1) != model,
+        data=json.dumps(config["data"], sort_keys=True),
+        window=model.stream_window,
+        steps=max((x["step"] for x in run.metrics), default=config.get("steps")),
+        device=", ".join(_environment(run.path)["devices"]),
+        tokens_per_second=run.speed,
+        flops=float(training_flops_per_token(model, length)),
+        state=_held(model, length),
+    )
+
+
+def write_report(
+    path: Path,
+    runs: Sequence[Run],
+    results: Mapping[str, list[Results]],
+    pictures: Path,
+    *,
+    between: Sequence[str] = (),
+    others: Sequence[Section] = (),
+    next_steps: Sequence[str] = (),
+) -> list[Section]:
+    """Writes the page `path` of `runs`, those of `results` by name, and `others`, with pictures in
+    a folder; returns its sections."""
+    known = {run.label: facts(run) for run in runs}
+    with coloured_by_run({name: x.method for name, x in known.items()}) as colours:
+        story = task_sections(results, pictures, between, controls(known))
+        training = training_sections(runs, pictures)
+    if not story:
+        training = [x._replace(is_detail=False) for x in training]
+    last = [settings_section(runs)] if runs else []
+    sections = [*story, *others, *training, *last]
+    options = {"colours": colours, "sections": sections, "next_steps": next_steps}
+    options |= {"answers": answers(measured(results), known)} if runs else {}
+    title = ", ".join(x.label for x in runs) or "ttcd_jax report"
+    write_page(path, title=title, runs=run_rows(runs), **options)
+    return sections
+
+
+class RunPage(Tracker):
+    """The page of a run, `index.html` in its directory, anew at every evaluation."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def write(self, step: int, record: dict[str, Any]) -> None:
+        """`record`: the results of the run's tasks at this step, by task."""
+        results = [*record.values()]
+        run = Run.read(results[0].label, self._directory)
+        with tempfile.TemporaryDirectory() as pictures:
+            page = self._directory / "index.html"
+            write_report(page, [run], {run.label: results}, Path(pictures))
