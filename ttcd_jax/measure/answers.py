@@ -84,15 +84,24 @@ def _variant(seeds: Seeds, run: str, *, wants_off: bool) -> dict[int, Sequence[A
 def with_differences(
     table: Sequence[Row], measured: Measured, controls_of: Mapping[str, str]
 ) -> list[Row]:
-    """The table with the differences that it lacks, each with half of its 95 % interval."""
-    rows, key = [dict(row) for row in table], measured.task.key
+    """The table with the differences that it lacks, behind the columns of their run, each with half
+    of its 95 % interval."""
+    rows: list[Any] = [dict(row) for row in table]
+    key = measured.task.key
     for run in measured.runs:
+        own = [name for row in rows for name in row if stem_of(name).startswith(run)]
         for name, found in compared(measured, run, controls_of.get(run)).items():
             texts = {str(bucket): _cell(*x) for bucket, x in found.items()}
             cells = [texts.get(str(row.get(key))) for row in rows]
-            if any(cells) and not any(x.startswith(f"{run}, {name}") for row in rows for x in row):
-                for row, cell in zip(rows, cells, strict=True):
-                    row[f"{run}, {name}"] = cell
+            column = f"{run}, {name}"
+            if not any(cells) or any(x.startswith(column) for x in own):
+                continue
+            for row, cell in zip(rows, cells, strict=True):
+                items = [*row.items()]
+                last = max(i for i, (x, _) in enumerate(items) if x in (*own, key))
+                row.clear()
+                row.update([*items[: last + 1], (column, cell), *items[last + 1 :]])
+            own.append(column)
     return rows
 
 
@@ -109,15 +118,14 @@ def answers(everything: Sequence[Measured], facts: Mapping[str, Facts]) -> list[
         for measured in everything:
             pairs = compared(measured, run, control)
             if pairs and len(texts) < MOST_TASKS:
-                less = f"less {control}" if f"less {control}" in pairs else "on - off"
-                verdict = verdict or _verdict(measured, run, less, pairs[less])
+                verdict = verdict or f"{run}: {_verdict(measured.task, pairs)}."
                 parts = (_sentence(measured, run, *pair) for pair in pairs.items())
                 texts.append(f"{measured.title}: {'; '.join(parts)}.")
         texts.append(_cost(run, facts[run], control, facts.get(control or "")))
         if control is None:
             texts.append(
-                "It has no control here: a run of SWA on the same data would show what the memory is "
-                "worth against a model that was trained without one."
+                "It has no control here: a run of SWA on the same data would show what the memory "
+                "is worth against a model that was trained without one."
             )
         if any(run in x.runs for x in everything):
             found.append(Answer(verdict or f"{run}: nothing to compare it with.", " ".join(texts)))
@@ -140,21 +148,24 @@ def judged(task: type[Task], mean: float, low: float, high: float) -> int | None
     if math.isnan(low) or math.isnan(high):
         return None
     sign = -1 if task.is_lower_better else 1
-    return 0 if low <= 0 <= high else int(math.copysign(sign, mean))
+    return 0 if low <= 0 <= high else int(sign * math.copysign(1, mean))
 
 
-def _verdict(measured: Measured, run: str, less: str, found: Differences) -> str:
-    side = judged(measured.task, *[*found.values()][-1])
-    than, between = f"than {less[5:]}", f"between it and {less[5:]}"
-    if less == "on - off":
-        than, between = "with its memory on than off", "between its memory on and off"
-    if side is None:
-        return f"{run}: no interval, and so no verdict."
-    return (
-        f"{run}: no difference is seen {between}."
-        if side == 0
-        else (f"{run} is {'better' if side > 0 else 'worse'} {than}.")
-    )
+def _verdict(task: type[Task], pairs: Mapping[str, Differences]) -> str:
+    """Against the control, then on against off."""
+    parts = []
+    for less, found in sorted(pairs.items()):
+        is_own, control = less == "on - off", less.removeprefix("less ")
+        than = "with its memory on than off" if is_own else f"than {control}"
+        seen = "between its memory on and off" if is_own else f"from {control}"
+        words: dict[int | None, str] = {
+            1: f"better {than}",
+            -1: f"worse {than}",
+            0: f"no difference {seen} is seen",
+        }
+        side = judged(task, *[*found.values()][-1])
+        parts.append(words.get(side) or f"whether it is better {than} is not known (no interval)")
+    return "; ".join(parts)
 
 
 def _sentence(measured: Measured, run: str, less: str, found: Differences) -> str:

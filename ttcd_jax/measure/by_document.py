@@ -424,8 +424,8 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
         draw_curves(folder / path, cls.title, cls.x_label, cls.value, shown)
         pictures = [Picture(path, f"{cls.sentence} {_BAND}")]
         if pairs:
-            path, title = Path(f"{cls.name}_difference.svg"), f"{cls.title}: on - off"
-            draw_curves(folder / path, title, cls.x_label, "nats per token", pairs)
+            path, title = Path(f"{cls.name}_difference.svg"), f"{cls.title}: memory on less off"
+            draw_curves(folder / path, title, cls.x_label, "nats per token, below 0 helps", pairs)
             pictures.append(Picture(path, f"{_DIFFERENCE} {_BAND}"))
         return pictures
 

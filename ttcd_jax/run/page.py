@@ -20,9 +20,9 @@ from ttcd_jax.measure.answers import Facts, answers, controls
 from ttcd_jax.measure.page import Section, write_page
 from ttcd_jax.measure.pictures import Picture, coloured_by_run, plot_lines
 from ttcd_jax.measure.results import Results, measured, task_sections
-from ttcd_jax.measure.task import TASKS
 from ttcd_jax.methods import method_named
 from ttcd_jax.models.config import TransformerConfig, switched_off
+from ttcd_jax.run.config import by_path
 from ttcd_jax.run.directory import METRICS, RunDirectory, model_config
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.run.trackers import Tracker
@@ -36,6 +36,8 @@ _CURVES = {  # of a metric: title, name of the axis
     "gate_mean": ("Gate of the memory, mean over layers", "mean of beta"),
     "window_share": ("Share of the windows in what is written, mean over layers", "share of |e|^2"),
 }
+COLUMNS = ("run", "method", "parameters", "steps", "tokens per row", "FLOPs per token", "tokens/s")
+COLUMNS += ("held per text",)
 _LAST = {"memory_ratio": "|eta S|/|W|", "gate_mean": "gate", "window_share": "window share"}
 
 
@@ -100,6 +102,11 @@ def run_rows(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
+def first_columns(rows: Sequence[Row]) -> list[Row]:
+    """The columns that are not for the settings."""
+    return [{name: row[name] for name in COLUMNS} for row in rows]
+
+
 def training_sections(runs: Sequence[Run], output: Path) -> list[Section]:
     """Loss and speed of the runs that were trained here, and how far their memory moves the
     weights: a curve by step, and the last value."""
@@ -118,52 +125,27 @@ def training_sections(runs: Sequence[Run], output: Path) -> list[Section]:
             plot_lines(path, title=title, x_label="step", y_label=y_label, series=lines)
             picture = Picture(path.absolute(), f"{title}, by step.")
             sections.append(Section(title, table, [picture], is_detail=True))
-    return [*sections, *_evaluations(runs, output)]
-
-
-def _evaluations(runs: Sequence[Run], output: Path) -> list[Section]:
-    """The evaluations during training, a task each: its last bucket by step."""
-    tasks: dict[str, dict[str, dict[int, float]]] = {}
-    for run in runs:
-        last = {}
-        for record in run.metrics:
-            for name, value in record.items():
-                task, *middle, _ = name.split("/")
-                if middle and task in TASKS and isinstance(value, int | float):
-                    last[record["step"], task, "/".join(middle)] = value
-        for (step, task, series), value in last.items():
-            own = model_config(RunDirectory(run.path)).label
-            is_own = f"{series}, ".startswith(f"{own}, ")
-            label = run.label + series[len(own) :] if is_own else f"{run.label}, {series}"
-            tasks.setdefault(task, {}).setdefault(label, {})[step] = value
-    sections = []
-    for task, found in tasks.items():
-        path, title = output / f"{task}_by_step.svg", f"{TASKS[task].title}, by step of training"
-        lines = {name: ([*values], [*values.values()]) for name, values in found.items()}
-        plot_lines(path, title=title, x_label="step", y_label="last row of its table", series=lines)
-        picture = Picture(path.absolute(), "The last row of the table of the task, by step.")
-        sections.append(Section(title, (), [picture], is_detail=True))
     return sections
 
 
-def settings_section(runs: Sequence[Run]) -> Section:
-    """What made every run: its commit, seed and windows, the fields in which the runs differ, the
-    changes since, and the command."""
-    rows, lines, fields = [], [], [_leaves(RunDirectory(x.path).read_config()) for x in runs]
-    names = dict.fromkeys(("seed", "model.window", "model.student_window"))
+def settings_section(runs: Sequence[Run], rows: Sequence[Row]) -> Section:
+    """What made every run, and the rest of its row: commit, seed and windows, the fields in which
+    the runs differ, the command, and the changes since."""
+    table, lines, fields = [], [], [by_path(RunDirectory(x.path).read_config()) for x in runs]
+    names: dict[str, None] = dict.fromkeys(("seed", "model.window", "model.student_window"))
     for name in dict.fromkeys(name for found in fields for name in found):
-        if len({found.get(name) for found in fields}) > 1:
+        if len({str(found.get(name)) for found in fields}) > 1:
             names[name] = None
-    for run, found in zip(runs, fields, strict=True):
-        environment = _environment(run.path)
-        shown = {name: found[name] for name in names if name in found}
-        rows.append({"run": run.label, "commit": str(environment.get("commit"))[:12]} | shown)
-        changes = read_json(run.path / "config.json").get("changes") or ()
-        later = [f"from step {x['step']} on {x['field']} = {x['new']}" for x in changes]
-        if command := environment.get("command"):
-            text = "; ".join([f"`{_command(command)}`", *later])
-            lines.append(f"{run.label}: {text}; its configuration: `{run.path / 'config.gin'}`")
-    return Section("Settings and commands", rows, lines=lines, is_detail=True)
+    for run, row, found in zip(runs, rows, fields, strict=True):
+        environment, config = _environment(run.path), read_json(run.path / "config.json")
+        own = {"run": run.label, "commit": str(environment.get("commit"))[:12]}
+        shown = {name: str(found[name][1]) for name in names if name in found}
+        table.append(own | {x: y for x, y in row.items() if x not in COLUMNS} | shown)
+        changes = [f"{x['field']} = {x['new']}" for x in config.get("changes") or ()]
+        text = f"`{_command(environment.get('command') or ['unknown'])}`"
+        text += f", since then {', '.join(changes)}" if changes else ""
+        lines.append(f"{run.label}: {text}; configuration `{run.path / 'config.gin'}`")
+    return Section("Settings and commands", table, lines=lines, is_detail=True)
 
 
 def _command(arguments: Sequence[str]) -> str:
@@ -173,14 +155,6 @@ def _command(arguments: Sequence[str]) -> str:
         path = path.parent
     start = ["ttcd", path.stem] if "commands" in path.parts else ["python", program]
     return shlex.join([*(["ttcd"] if path.name == "ttcd" else start), *rest])
-
-
-def _leaves(value: Any, name: str = "") -> dict[str, str]:
-    """The fields of a configuration by their paths, as text."""
-    if not isinstance(value, dict):
-        return {name: json.dumps(value)}
-    parts = (_leaves(x, f"{name}.{key}" if name else key) for key, x in value.items())
-    return {path: text for part in parts for path, text in part.items()}
 
 
 def _environment(path: Path) -> dict[str, Any]:
@@ -235,12 +209,13 @@ def write_report(
         training = training_sections(runs, pictures)
     if not story:
         training = [x._replace(is_detail=False) for x in training]
-    last = [settings_section(runs)] if runs else []
+    rows = run_rows(runs)
+    last = [settings_section(runs, rows)] if runs else []
     sections = [*story, *others, *training, *last]
     options = {"colours": colours, "sections": sections, "next_steps": next_steps}
     options |= {"answers": answers(measured(results), known)} if runs else {}
-    title = ", ".join(x.label for x in runs) or "ttcd_jax report"
-    write_page(path, title=title, runs=run_rows(runs), **options)
+    title = " and ".join(x.label for x in runs) or "ttcd_jax report"
+    write_page(path, title=title, runs=first_columns(rows), **options)
     return sections
 
 
