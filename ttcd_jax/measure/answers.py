@@ -7,6 +7,7 @@ control, which has no memory and was trained on the same data.
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from ttcd_jax.measure.task import Differences, Series, Task
 
 type Seeds = Mapping[int, Series[Any]]
 MOST_TASKS = 3  # of a run in its answer
+_WORDS = (1, "better"), (-1, "worse")
 
 
 class Facts(NamedTuple):
@@ -122,13 +124,13 @@ def answers(everything: Sequence[Measured], facts: Mapping[str, Facts]) -> list[
                 parts = (_sentence(measured, run, *pair) for pair in pairs.items())
                 texts.append(f"{measured.title}: {'; '.join(parts)}.")
         texts.append(_cost(run, facts[run], control, facts.get(control or "")))
-        if control is None:
-            texts.append(
-                "It has no control here: a run of SWA on the same data would show what the memory "
-                "is worth against a model that was trained without one."
-            )
         if any(run in x.runs for x in everything):
             found.append(Answer(verdict or f"{run}: nothing to compare it with.", " ".join(texts)))
+    if alone := [x for x, y in facts.items() if y.has_memory and x not in of_run]:
+        text = (
+            f"{', '.join(alone)}. A run of SWA on the same data would show what a memory is worth "
+        )
+        found.append(Answer("No control here:", f"{text}against a model trained without one."))
     over = {x.task.interval for x in everything if x.task.interval != "seeds"}
     if found and over:
         is_seeded = any(len(y) > 1 for x in everything for y in x.runs.values())
@@ -180,12 +182,13 @@ def _sentence(measured: Measured, run: str, less: str, found: Differences) -> st
     sides = {x: judged(task, *y) for x, y in found.items() if x != "all"}
     if None in sides.values() or len(sides) < 2:
         return text
-    best = sum(side == 1 for side in sides.values())
+    counts = Counter(sides.values())
     last = [*itertools.takewhile(lambda x: sides[x] == 1, [*sides][::-1])]
     start = last and re.match(r"(?:beyond )?(\d+)", str(last[-1]))
-    if best in (0, len(sides)) or not start or len(last) < best:
-        return f"{text}, better in {best} of {len(sides)} places"
-    return f"{text}, better from {start[1]} on ({label})"
+    if start and len(sides) > len(last) == counts[1]:
+        return f"{text}, better from {start[1]} on ({label})"
+    words = (f"{word} in {counts[x]} of {len(sides)} places" for x, word in _WORDS if counts[x])
+    return ", ".join([text, *words])
 
 
 def _cost(run: str, own: Facts, control: str | None, other: Facts | None) -> str:

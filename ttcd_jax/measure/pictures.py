@@ -38,10 +38,18 @@ COLOURS = {
     "SWA + DeltaNet": "#AA4499",
     "SWA + Gated DeltaNet": "#44AA99",
 }
-_OTHERS = ("#6A5ACD", "#B8860B", "#A0522D", "#708090")  # of methods outside of the package
+_OTHERS = (
+    "#6A5ACD",
+    "#B8860B",
+    "#A0522D",
+    "#708090",
+    "#2E8B57",
+    "#C71585",
+    "#4682B4",
+)  # of methods outside of the package
 MARKERS = "osD^vPX"
 # Of the runs of one method, and of what has no method: turns of the hue, factors of the lightness.
-_SHADES = ((0, 1), (0.07, 1.45), (-0.07, 0.75), (0.14, 1.15), (-0.14, 1.6), (0.03, 1.9))
+_SHADES = ((0, 1), (0.03, 1.6), (-0.05, 0.65), (-0.08, 1.3), (0.05, 0.65), (0, 1.8))
 _OFF = re.compile(r"(, )?(memory off|off \(eta = 0\)|memory published)$")
 _ON = re.compile(r"(, )?(memory on|fast weights on|memory kept)$")
 _STYLE: dict[Any, Any] = {
@@ -69,6 +77,7 @@ _ALONE = (  # of a file that is shown by itself
 SIZE = (5.6, 3.5)  # inches; a telephone shows it at nine tenths
 MAX_MARKED_POINTS = 40
 MAX_LABELLED_BARS = 12
+MAX_LETTERS = 45  # of level names along the x axis
 _LABEL_WIDTH = 17  # letters at the end of a line
 
 
@@ -146,7 +155,7 @@ def _shade(colour: str, number: int) -> str:
         return colour
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     hue, light, saturation = colorsys.rgb_to_hls(red, green, blue)
-    light = min(max(light * factor, 0.25), 0.72)
+    light = min(max(light * factor, 0.28), 0.56)
     parts = colorsys.hls_to_rgb((hue + turn) % 1, light, saturation)
     return "#" + "".join(f"{round(255 * x):02x}" for x in parts)
 
@@ -180,8 +189,12 @@ def plot_lines(
         _name_lines(axes, ends, labels.get("chance"))
         shown = (point for x, y in series.values() for point in zip(x, y, strict=True))
         ticks = {x for x, y in shown if y is not None}
-        if any(isinstance(x, str) for x in ticks) or max(ticks, default=0) <= 0:
-            return  # names, or no point that a logarithmic axis can show
+        if any(isinstance(x, str) for x in ticks):
+            slant = sum(map(len, ticks)) > MAX_LETTERS
+            axes.tick_params("x", rotation=25 if slant else 0)
+            return
+        if max(ticks, default=0) <= 0:
+            return  # no point that a logarithmic axis can show
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: units.count(int(x)))
         axes.minorticks_off()
@@ -254,7 +267,7 @@ def plot_bars(
                 text = "n/a" if value is None else f"{value:.4g}"
                 titles[bar.get_gid()] = f"{name}\n{group}: {text}", []
         names = [textwrap.fill(str(group), 18) for group in groups]
-        slant = {"rotation": 25, "ha": "right"} if sum(map(len, names)) > 45 else {}
+        slant = {"rotation": 25, "ha": "right"} if sum(map(len, names)) > MAX_LETTERS else {}
         axes.set_xticks(range(len(names)), names, **slant)
         axes.grid(visible=False, axis="x")
         axes.margins(y=0.12)

@@ -231,9 +231,9 @@ def scores(records: Sequence[Record]) -> dict[tuple[str, str], Score]:
 def sweep_section(sweep: Path, picture: Path) -> Section:
     """The scores of a sweep and their picture, which is drawn."""
     draw_curves(picture, records := gather(sweep))
-    sentence = "Test accuracy of six synthetic tasks by step; hollow: published, at full budget. "
-    pictures = [Picture(Path(picture.name), f"{sentence}{'. '.join(footnotes(records))}.")]
-    return Section(f"MAD: synthetic tasks ({sweep.name})", score_table(records), pictures)
+    sentence = "Test accuracy of synthetic tasks by step; hollow: published, at full budget."
+    options = {"pictures": [Picture(Path(picture.name), sentence)], "lines": footnotes(records)}
+    return Section(f"MAD: synthetic tasks ({sweep.name})", score_table(records), **options)
 
 
 def tables(records: Sequence[Record]) -> str:

@@ -95,7 +95,7 @@ def test_the_section_has_a_picture_with_a_panel_per_task_also_where_a_method_fai
     for count in (1, 5):
         for each in found[:count]:
             records.write(records.record_path(tmp_path, each), each)
-        section = records.sweep_section(tmp_path, tmp_path / "curves.png")
+        section = records.sweep_section(tmp_path, tmp_path / "curves.svg")
         assert section.table == records.score_table(found[:count])
         (picture,) = section.pictures
         assert records.footnotes(found[:count])[-1] in picture.sentence
