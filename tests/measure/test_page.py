@@ -121,13 +121,9 @@ def test_lines_are_drawn_without_a_warning_and_replace_the_old_ones_when_whole(t
         _lines(path)
     assert _height(path) == 252
     old = path.read_text()
-    for expected in (
-        "<title>IP-TTCD\n1,024: 3</title>",
-        ">IP-TTCD</text>",
-        "$5 each",
-        "currentColor",
-    ):
+    for expected in ("<title>IP-TTCD\n1,024: 3</title>", ">IP-TTCD</text>", "$5 each"):
         assert expected in old
+    assert "fill: currentColor" in old
     assert "4,096" not in old
     assert not re.search("font-family: '|<metadata|#1f2328", old)
     for points, error in (([1], [object()]), TypeError), (([1, 2], [3.0]), ValueError):
@@ -149,11 +145,10 @@ def test_a_method_has_one_colour_and_its_memory_off_is_dashed():
         "mine, fast weights on",
         "other",
         "SWA",
-        "mine, window=8, memory off",
+        "mine, b=8, memory off",
     ]
-    with coloured_by_run(
-        {"SWA": "SWA", "mine": "IP-TTCD + delta rule", "other": "IP-TTCD"}
-    ) as found:
+    methods = {"SWA": "SWA", "mine": "IP-TTCD + delta rule", "other": "IP-TTCD"}
+    with coloured_by_run(methods) as found:
         off, on, other, swa, changed = looks(names)
     assert on.colour == off.colour == changed.colour == found["mine"] == COLOURS["IP-TTCD"]
     assert (swa.colour, swa.dashes, on.dashes) == (COLOURS["SWA"], "-", "-")
@@ -164,28 +159,18 @@ def test_a_method_has_one_colour_and_its_memory_off_is_dashed():
 
 
 FACTS = {"has_memory": True, "data": "books", "window": 64, "steps": 9, "device": "cpu"}
-FACTS |= {"tokens_per_second": 100.0, "flops": 2e6, "state": 2048}
-SWA = {
-    "method": "SWA",
-    "has_memory": False,
-    "tokens_per_second": 200.0,
-    "flops": 1e6,
-    "state": 1024,
-}
+MINE = FACTS | {"method": "IP-TTCD", "tokens_per_second": 100.0, "flops": 2e6, "state": 2048}
+SWA = FACTS | {"method": "SWA", "has_memory": False, "tokens_per_second": 200.0}
+SWA |= {"flops": 1e6, "state": 1024}
 
 
 def _losses(*by_bucket: float) -> list[PositionLoss]:
     """Of eight documents of different difficulty, and of about the given losses."""
     buckets = ("1-31", 1, 32), ("32-63", 32, 64), ("64-127", 64, 128)
     return [
-        PositionLoss(
-            *bucket,
-            document,
-            32,
-            32 * (loss + document + 0.01 * math.sin(17 * document + 9 * start)),
-        )
-        for document in range(8)
-        for start, (bucket, loss) in enumerate(zip(buckets, by_bucket, strict=True))
+        PositionLoss(*bucket, x, 32, 32 * (loss + x + 0.01 * math.sin(17 * x + 9 * loss)))
+        for x in range(8)
+        for bucket, loss in zip(buckets, by_bucket, strict=True)
     ]
 
 
@@ -203,14 +188,10 @@ def test_the_answer_is_what_the_records_say():
     assert first.verdict == "mine: better than SWA; better with its memory on than off."
     for expected in (
         *(
-            "Text: 0.500 ± 0.00",
-            " nats per token lower with the memory on than off, better from 32 on",
+            "Text: 0.499 ± 0.007 nats per token ",
+            "lower with the memory on than off, better from 32 on",
         ),
-        *(
-            "0.50 times the tokens/s of SWA",
-            "2.00 times the FLOPs per token",
-            "2.00 KiB held per text",
-        ),
+        *("0.50 times the tokens/s of SWA", "2.00 times the FLOPs per", "2.00 KiB held per text"),
     ):
         assert expected in first.text
     assert [x.verdict for x in rest] == ["±:"]

@@ -138,7 +138,10 @@ def test_results_are_written_read_and_reported(toy, result, tmp_path):
     words = "no task has losses of both |: name two of mine, fast weights on, mine, off"
     refused(words, task_sections, {"mine": [result]}, tmp_path, [*result.series])
     losses = {name: records[0].loss for name, records in result.series.items()}
-    assert section.table[0] == {"half": "first"} | losses
+    less = {
+        "mine, on - off": f"{losses['mine, fast weights on'] - losses['mine, off (eta = 0)']:+.3f}"
+    }
+    assert section.table[0] == {"half": "first"} | losses | less
     assert [(tmp_path / picture.path).name for picture in section.pictures] == ["halves.svg"]
     for fields in ({"half": "first", "rows": 1}, {"half": 1, "rows": "1", "loss": 1.0}, 3):
         path = folder / "results.json"
