@@ -35,7 +35,7 @@ class Facts(NamedTuple):
     device: str
     tokens_per_second: float | None
     flops: float  # per token, in training
-    state: int  # bytes held per text
+    state: int | None  # bytes held per text
 
 
 class Measured(NamedTuple):
@@ -91,7 +91,7 @@ def with_differences(
     rows: list[Any] = [dict(row) for row in table]
     key = measured.task.key
     for run in measured.runs:
-        own = [name for row in rows for name in row if stem_of(name).startswith(run)]
+        own = [x for row in rows for x in row if f"{x}, ".startswith(f"{run}, ")]
         for name, found in compared(measured, run, controls_of.get(run)).items():
             texts = {str(bucket): _cell(*x) for bucket, x in found.items()}
             cells = [texts.get(str(row.get(key))) for row in rows]
@@ -123,7 +123,7 @@ def answers(everything: Sequence[Measured], facts: Mapping[str, Facts]) -> list[
                 verdict = verdict or f"{run}: {_verdict(measured.task, pairs)}."
                 parts = (_sentence(measured, run, *pair) for pair in pairs.items())
                 texts.append(f"{measured.title}: {'; '.join(parts)}.")
-        texts.append(_cost(run, facts[run], control, facts.get(control or "")))
+        texts.append(_cost(facts[run], control, facts.get(control or "")))
         if any(run in x.runs for x in everything):
             found.append(Answer(verdict or f"{run}: nothing to compare it with.", " ".join(texts)))
     if alone := [x for x, y in facts.items() if y.has_memory and x not in of_run]:
@@ -191,17 +191,16 @@ def _sentence(measured: Measured, run: str, less: str, found: Differences) -> st
     return ", ".join([text, *words])
 
 
-def _cost(run: str, own: Facts, control: str | None, other: Facts | None) -> str:
-    state = f"{units.size(own.state)} held per text"
+def _cost(own: Facts, control: str | None, other: Facts | None) -> str:
+    held = [f"{units.size(own.state)} held per text"] if own.state else []
     speed = own.tokens_per_second
     if other is None:
         parts = [f"{speed:,.0f} tokens/s in training"] if speed else []
-        return f"Cost: {', '.join([*parts, f'{own.flops:.3g} FLOPs per token', state])}."
-    parts = []
+        return f"Cost: {', '.join([*parts, f'{own.flops:.3g} FLOPs per token', *held])}."
+    parts = [f"{own.flops / other.flops:.2f} times the FLOPs per token of {control}", *held]
+    if own.state and other.state:
+        parts[-1] += f" ({own.state / other.state:.2f} times)"
     if speed and other.tokens_per_second and own.device == other.device:
-        parts.append(f"{speed / other.tokens_per_second:.2f} times the tokens/s of {control}")
-    parts.append(f"{own.flops / other.flops:.2f} times the FLOPs per token")
-    ratio = own.state / other.state if other.state else math.inf
-    parts.append(f"{state} ({ratio:.2f} times)")
+        parts.insert(0, f"{speed / other.tokens_per_second:.2f} times the tokens/s")
     steps = f" {control} was trained {other.steps} steps, not {own.steps}."
     return f"Cost: {', '.join(parts)}.{steps if own.steps != other.steps else ''}"

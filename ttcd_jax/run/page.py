@@ -1,6 +1,7 @@
 """The page of several runs: what it answers, a row per run, then a section for everything that was
 measured. Training writes that of its own run at every evaluation."""
 
+import contextlib
 import json
 import math
 import shlex
@@ -14,6 +15,7 @@ from ttcd_kernels.table import Row
 
 from ttcd_jax import units
 from ttcd_jax.data.sources import row_length
+from ttcd_jax.errors import UserError
 from ttcd_jax.files import read_json
 from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.measure.answers import Facts, answers, controls
@@ -85,6 +87,7 @@ def run_rows(runs: Sequence[Run]) -> list[Row]:
         steps = max((x["step"] for x in run.metrics), default=config.get("steps"))
         length, size = row_length(directory.read_part("data")), config.get("batch_size")
         per_token = training_flops_per_token(model, length)
+        held = _held(model, length)
         row = {
             "run": run.label,
             "method": model.label,
@@ -94,8 +97,8 @@ def run_rows(runs: Sequence[Run]) -> list[Row]:
             "FLOPs per token": float(per_token),
             "training FLOPs": float(per_token * length * size * steps) if size and steps else None,
             "tokens/s": run.speed,
-            "held per text": units.size(_held(model, length)),
-            "device": ", ".join(_environment(run.path).get("devices") or ()),
+            "held per text": None if held is None else units.size(held),
+            "device": ", ".join(_environment(run.path)["devices"]),
         }
         last = {column: run.last(name) for name, column in _LAST.items()}
         rows.append(row | {column: text for column, text in last.items() if text})
@@ -151,10 +154,9 @@ def settings_section(runs: Sequence[Run], rows: Sequence[Row]) -> Section:
 def _command(arguments: Sequence[str]) -> str:
     program, *rest = arguments
     path = Path(program)
-    if path.name == "__main__.py":
-        path = path.parent
-    start = ["ttcd", path.stem] if "commands" in path.parts else ["python", program]
-    return shlex.join([*(["ttcd"] if path.name == "ttcd" else start), *rest])
+    name = path.parent.name if path.name == "__main__.py" else path.stem
+    start = ("ttcd", name) if "commands" in path.parts else ("python", program)
+    return shlex.join([*(("ttcd",) if name == "ttcd" else start), *rest])
 
 
 def _environment(path: Path) -> dict[str, Any]:
@@ -166,28 +168,30 @@ def _environment(path: Path) -> dict[str, Any]:
     return found | {"devices": names}
 
 
-def _held(model: TransformerConfig, length: int) -> int:
-    """Bytes that a decoder holds per text, of full attention for one of `length` tokens. The rows
-    of a mesh in use have to divide among its devices."""
+def _held(model: TransformerConfig, length: int) -> int | None:
+    """Bytes that a decoder holds per text, of full attention for one of `length` tokens; None of a
+    model that cannot decode. The rows of a mesh in use have to divide among its devices."""
     rows = math.prod(rules.axis_size(axis) for axis in rules.BATCH)
-    return state_bytes(model, rows, max_length=length)["total"] // rows
+    with contextlib.suppress(UserError):
+        return state_bytes(model, rows, max_length=length)["total"] // rows
+    return None
 
 
-def facts(run: Run) -> Facts:
+def facts(run: Run, row: Row) -> Facts:
+    """What answers are made of, from a run and its row."""
     directory = RunDirectory(run.path)
-    config, model = directory.read_config(), model_config(directory)
-    length = row_length(directory.read_part("data"))
+    model, data = model_config(directory), directory.read_part("data")
     has_memory = method_named(model.method).layers != "none"
     return Facts(
         method=model.label,
         has_memory=has_memory and switched_off(model, length=1) != model,
-        data=json.dumps(config["data"], sort_keys=True),
+        data=json.dumps(data, sort_keys=True),
         window=model.stream_window,
-        steps=max((x["step"] for x in run.metrics), default=config.get("steps")),
-        device=", ".join(_environment(run.path)["devices"]),
+        steps=row["steps"],
+        device=row["device"],
         tokens_per_second=run.speed,
-        flops=float(training_flops_per_token(model, length)),
-        state=_held(model, length),
+        flops=row["FLOPs per token"],
+        state=_held(model, row["tokens per row"]),
     )
 
 
@@ -203,13 +207,13 @@ def write_report(
 ) -> list[Section]:
     """Writes the page `path` of `runs`, those of `results` by name, and `others`, with pictures in
     a folder; returns its sections."""
-    known = {run.label: facts(run) for run in runs}
+    rows = run_rows(runs)
+    known = {run.label: facts(run, row) for run, row in zip(runs, rows, strict=True)}
     with coloured_by_run({name: x.method for name, x in known.items()}) as colours:
         story = task_sections(results, pictures, between, controls(known))
         training = training_sections(runs, pictures)
     if not story:
         training = [x._replace(is_detail=False) for x in training]
-    rows = run_rows(runs)
     last = [settings_section(runs, rows)] if runs else []
     sections = [*story, *others, *training, *last]
     options = {"colours": colours, "sections": sections, "next_steps": next_steps}

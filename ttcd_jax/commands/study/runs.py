@@ -284,8 +284,10 @@ def write_study(
         sections += training_sections(runs, path / "pictures")
     colours |= {run.label: colours[run.label.rpartition(", ")[0]] for run in runs}
     rows = run_rows(runs)
-    known = {run.label.rpartition(", ")[0]: facts(run) for run in reversed(runs)}
-    known = {name: known[name] for name in recipes if name in known and name != START}
+    firsts = {
+        x.label.rpartition(", ")[0]: (x, row) for x, row in [*zip(runs, rows, strict=True)][::-1]
+    }
+    known = {x: facts(*firsts[x]) for x in recipes if x in firsts and x != START}
     shown = [Section("Runs", rows), *sections]
     tables = "\n".join(f"{x.title}\n{format_table(x.table)}\n" for x in shown)
     write_whole(path / "tables.txt", tables)
