@@ -71,7 +71,7 @@ _STYLE: dict[Any, Any] = {
 _SVG, _LINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _ALONE = (  # of a file that is shown by itself
     "svg:root { color-scheme: light dark; color: #24292f; font-family: system-ui, sans-serif }"
-    "@media (prefers-color-scheme: dark) { svg:root { color: #e6e8ea } }"
+    "@media (prefers-color-scheme: dark) { svg:root { color: #e6e8ea; filter: brightness(1.25) } }"
     "svg * { stroke-linejoin: round }"
 )
 SIZE = (5.6, 3.5)  # inches; a telephone shows it at nine tenths

@@ -299,7 +299,8 @@ def task_sections(
     for found in measured(runs):
         task, results = found.task, itertools.chain.from_iterable(runs.values())
         wholes.append(whole := merged([x for x in results if x.task is task]))
-        pictures = task.pictures(output, whole.series, whole.chance)
+        drawn = task.pictures(output, whole.series, whole.chance)
+        pictures = [x._replace(path=(output / x.path).absolute()) for x in drawn]
         table = with_differences(whole.table, found, controls or {})
         section = Section(task.title, table, pictures, published(task.name))
         sections.append(section._replace(is_detail=task.is_detail))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ttcd_kernels.table import Row
+from ttcd_kernels.table import Row, cells
 
 from ttcd_jax import units
 from ttcd_jax.data.sources import row_length
@@ -22,6 +22,7 @@ from ttcd_jax.measure.answers import Facts, answers, controls
 from ttcd_jax.measure.page import Section, write_page
 from ttcd_jax.measure.pictures import Picture, coloured_by_run, plot_lines
 from ttcd_jax.measure.results import Results, measured, task_sections
+from ttcd_jax.measure.task import table_of
 from ttcd_jax.methods import method_named
 from ttcd_jax.models.config import TransformerConfig, switched_off
 from ttcd_jax.run.config import by_path
@@ -132,22 +133,23 @@ def training_sections(runs: Sequence[Run], output: Path) -> list[Section]:
 
 
 def settings_section(runs: Sequence[Run], rows: Sequence[Row]) -> Section:
-    """What made every run, and the rest of its row: commit, seed and windows, the fields in which
-    the runs differ, the command, and the changes since."""
-    table, lines, fields = [], [], [by_path(RunDirectory(x.path).read_config()) for x in runs]
+    """What made every run, a column each, and the rest of its row: commit, seed and windows, the
+    fields in which the runs differ; above it the commands, and the changes since."""
+    columns, lines, fields = {}, [], [by_path(RunDirectory(x.path).read_config()) for x in runs]
     names: dict[str, None] = dict.fromkeys(("seed", "model.window", "model.student_window"))
     for name in dict.fromkeys(name for found in fields for name in found):
         if len({str(found.get(name)) for found in fields}) > 1:
             names[name] = None
     for run, row, found in zip(runs, rows, fields, strict=True):
         environment, config = _environment(run.path), read_json(run.path / "config.json")
-        own = {"run": run.label, "commit": str(environment.get("commit"))[:12]}
-        shown = {name: str(found[name][1]) for name in names if name in found}
-        table.append(own | {x: y for x, y in row.items() if x not in COLUMNS} | shown)
+        rest = {x: cells([{x: y}])[1][0][0] for x, y in row.items() if x not in COLUMNS}
+        own = {name: str(found[name][1]) for name in names if name in found}
+        columns[run.label] = {"commit": str(environment.get("commit"))[:12]} | own | rest
         changes = [f"{x['field']} = {x['new']}" for x in config.get("changes") or ()]
         text = f"`{_command(environment.get('command') or ['unknown'])}`"
         text += f", since then {', '.join(changes)}" if changes else ""
         lines.append(f"{run.label}: {text}; configuration `{run.path / 'config.gin'}`")
+    table = table_of("setting", columns)
     return Section("Settings and commands", table, lines=lines, is_detail=True)
 
 

@@ -292,7 +292,7 @@ def write_study(
     tables = "\n".join(f"{x.title}\n{format_table(x.table)}\n" for x in shown)
     write_whole(path / "tables.txt", tables)
     page, title = path / "index.html", f"Study: {', '.join(recipes)}"
-    sections += [settings_section(runs, rows)] if runs else []
+    sections += [settings_section(*zip(*firsts.values(), strict=True))] if runs else []
     found = {"answers": answers(everything, known), "runs": first_columns(rows)}
     write_page(page, title=title, sections=sections, colours=colours, **found)
     print(tables)
