@@ -220,7 +220,7 @@ def write_report(
     sections = [*story, *others, *training, *last]
     options = {"colours": colours, "sections": sections, "next_steps": next_steps}
     options |= {"answers": answers(measured(results), known)} if runs else {}
-    title = " and ".join(x.label for x in runs) or sections[0].title
+    title = " and ".join(x.label for x in runs) or "Measurements"
     write_page(path, title=title, runs=first_columns(rows), **options)
     return sections
 
