@@ -119,7 +119,7 @@ def answers(everything: Sequence[Measured], facts: Mapping[str, Facts]) -> list[
         control, texts, verdict = of_run.get(run), [], ""
         for measured in everything:
             pairs = compared(measured, run, control)
-            if pairs and len(texts) < MOST_TASKS:
+            if pairs and not measured.task.is_detail and len(texts) < MOST_TASKS:
                 verdict = verdict or f"{run}: {_verdict(measured.task, pairs)}."
                 parts = (_sentence(measured, run, *pair) for pair in pairs.items())
                 texts.append(f"{measured.title}: {'; '.join(parts)}.")
