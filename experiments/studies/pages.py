@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     for page in PAGES:
         write_whole(page, drawn(page))
     for name, spec in specs()["picture"].items():
-        draw(spec, ROOT / "docs" / f"{name}.png")
+        draw(spec, ROOT / "docs" / f"{name}.svg")
 
 
 def specs(folder: Path = RECORDS) -> Spec:

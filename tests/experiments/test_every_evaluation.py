@@ -8,10 +8,10 @@ import commands
 import tiny_run
 
 from ttcd_jax.commands.cli import parse_options
-from ttcd_jax.commands.report.sections import Run, run_rows
 from ttcd_jax.measure.results import evaluate
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.run.directory import RunDirectory, load_run
+from ttcd_jax.run.page import Run, run_rows
 from ttcd_jax.tasks import TASKS as REGISTERED
 
 TASKS = {x: y for x, y in REGISTERED.items() if y.__module__.startswith("ttcd_jax.tasks.")}
@@ -61,7 +61,7 @@ def test_every_task_runs_from_its_options_to_the_page(tmp_path):
         result = json.loads((folder / "results.json").read_text())
         assert len(result["series"]) == (1 if name in ONE_SERIES else 2)
         assert all(result["series"].values())
-        assert any(path.suffix == ".png" for path in folder.iterdir())
+        assert any(path.suffix == ".svg" for path in folder.iterdir())
         assert not (folder / ".unfinished").exists()
     runs = run_rows([Run.read(name, x.run_dir) for name, x in subjects.items()])
     sizes = {row["run"]: row["tokens per row"] for row in runs}
@@ -72,5 +72,5 @@ def test_every_task_runs_from_its_options_to_the_page(tmp_path):
     page = html.unescape((tmp_path / "page" / "index.html").read_text())
     for task in TASKS.values():
         assert f"\n{task.title}\n" in printed
-        assert f">{task.title}</h2>" in page
-    assert page.count("data:image/png;base64") > len(TASKS)
+        assert f">{task.title}</{'summary' if task.is_detail else 'h2'}>" in page
+    assert page.count("<svg") > len(TASKS)

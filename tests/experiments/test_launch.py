@@ -86,8 +86,8 @@ def test_evaluation_writes_json_csv_and_a_picture(finished):
     assert "IP-TTCD + delta rule, fast weights on" in output
     assert "off (eta = 0)" in output
     folder = run_dir / "eval" / "recall"
-    assert {path.name for path in folder.iterdir()} == {"results.json", "results.csv", "recall.png"}
-    assert (folder / "recall.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in folder.iterdir()} == {"results.json", "results.csv", "recall.svg"}
+    assert (folder / "recall.svg").read_text().startswith("<svg")
     output = commands.output("evaluate", f"--run_dir={run_dir}", "--task=needle", "--batch_size=2")
     assert "IP-TTCD + delta rule, memory published" in output
     needle = json.loads((run_dir / "eval" / "needle" / "results.json").read_text())
@@ -100,8 +100,8 @@ def test_evaluation_writes_json_csv_and_a_picture(finished):
     places = f"--run_dir={run_dir}", f"--output={run_dir / 'page'}"
     assert "go on" in commands.output("report", *places, "--next=go on")
     assert {path.name for path in (run_dir / "page").iterdir()} == {
-        *("index.html", "recall.png", "needle.png"),
-        *("training.png", "memory_ratio.png", "gate_mean.png", "window_share.png"),
+        *("index.html", "recall.svg", "needle.svg"),
+        *("training.svg", "memory_ratio.svg", "gate_mean.svg", "window_share.svg"),
     }
 
 

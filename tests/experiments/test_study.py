@@ -142,7 +142,7 @@ def test_tables_and_records_are_means_of_seeds_and_paired_differences(path):
     assert {"0.txt", "1.txt"} < by_document.keys()
     assert "share of the headroom between base and third" in tables
     assert "|eta S| / |W_base|" in tables
-    assert (page.count("<img"), page.count('class="chip"')) == (8, 5)
+    assert (page.count("<svg"), page.count('class="chip"')) == (8, 5)
     assert "other, off (eta = 0)" in page
 
 

@@ -1,20 +1,29 @@
-"""The page lists everything, escapes it, and needs no other file; pictures are real PNGs, in which
-a run has one colour."""
+"""The page answers by its records, lists everything, escapes it, and needs no other file; pictures
+are SVG, in which a method has one colour."""
 
-import base64
+import math
 import re
-import struct
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
-from ttcd_jax.measure.page import Section, write_page
-from ttcd_jax.measure.pictures import Picture, coloured_by_run, looks, plot_lines
+from ttcd_jax.measure.answers import Facts, Measured, answers, with_differences
+from ttcd_jax.measure.page import Answer, Section, write_page
+from ttcd_jax.measure.pictures import (
+    COLOURS,
+    Picture,
+    coloured_by_run,
+    looks,
+    plot_bars,
+    plot_lines,
+)
+from ttcd_jax.methods import METHODS
+from ttcd_jax.tasks.documents import Position, PositionLoss
+from ttcd_jax.tasks.recall import DistanceAccuracy, Evidence
 
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-CONTENT = PNG_SIGNATURE + b"picture"
+CONTENT = '<svg><style>svg { color: red }</style><g id="a"/><use xlink:href="#a"/></svg>'
 
 
 def _page(path: Path, **changes) -> str:
@@ -24,33 +33,38 @@ def _page(path: Path, **changes) -> str:
 
 @pytest.fixture
 def picture(tmp_path) -> Path:
-    path = tmp_path / "loss 1.png"
-    path.write_bytes(CONTENT)
+    path = tmp_path / "loss 1.svg"
+    path.write_text(CONTENT)
     return path
 
 
 def test_the_page_lists_everything(tmp_path, picture):
     table = [{"window": 64, "ppl": 3.25}, {"window": 128, "note": "short"}]
     published = Section("Table 1", [{"model": "SWA", "4K": 44.88}])
-    section = Section("Perplexity", table, [Picture(picture, "Lower, by `ppl`.")], [published])
+    drawn = [Picture(picture, "Lower, by `ppl`.")] * 2
+    section = Section("Perplexity", table, drawn, [published], ["run: `ttcd launch`"])
+    folded = Section("Speed", table, is_detail=True)
     page = _page(
         tmp_path / "report.html",
         title="Quickstart",
         runs=[{"run": "SWA", "steps": 250}, {"run": "other", "steps": 3}],
         colours={"SWA": "#0072B2"},
-        sections=[section],
+        sections=[folded, section],
+        answers=[Answer("SWA is better.", "By 1.")],
         next_steps=["`python -m experiments.evaluate --run_dir=runs/q`"],
     )
     for expected in (
         '<span class="chip" style="background: #0072B2"></span>SWA</td>',
         *("<title>Quickstart</title>", "<td>other</td>", ">Perplexity</h2>", "<td>short</td>"),
         *(f'<td class="number">{x}</td>' for x in ("3.250", "-", "44.88")),
-        f'src="data:image/png;base64,{base64.b64encode(CONTENT).decode()}"',
+        *('<svg><g id="f1-a"/><use xlink:href="#f1-a"/></svg>', '<g id="f2-a"/>'),
+        *("<strong>SWA is better.</strong> By 1.", "run: <code>ttcd launch</code>"),
+        *("<dt>gap</dt>", "<summary>Speed</summary>"),
         *("<code>ppl</code>", "<summary>Published: Table 1</summary>", "not measured here"),
         "<code>python -m experiments.evaluate --run_dir=runs/q</code>",
     ):
         assert expected in page
-    assert page.count("<img") == 1
+    assert page.index(">Perplexity</h2>") < page.index("<summary>Speed")
     assert "<h2" not in _page(tmp_path / "empty.html")
 
 
@@ -75,17 +89,9 @@ def test_the_page_escapes_all_it_is_given_and_refers_to_no_other_file(tmp_path, 
     arguments = {"title": attack, "runs": table, "next_steps": [attack]}
     page = _page(tmp_path / "report.html", sections=[section] * 3, **arguments)
     assert "<script" not in page
-    assert page.count("&lt;script&gt;alert") >= 23
-    assert re.findall('href="(.*?)"', page) == ["#s1", "#s2", "#s3"]
-    assert [source[:5] for source in re.findall('src="(.*?)"', page)] == ["data:"] * 3
-    assert "url(" not in page
+    assert page.count("&lt;script&gt;alert") >= 20
+    assert {x[0] for x in re.findall(r'(?:href="|src="|url\()(.*?)["\)]', page)} == {"#"}
     assert "@import" not in page
-
-
-def _png_size(path: Path) -> tuple[int, int]:
-    data = path.read_bytes()
-    assert data.startswith(PNG_SIGNATURE)
-    return struct.unpack(">II", data[16:24])
 
 
 def _lines(path: Path, **changes) -> None:
@@ -98,43 +104,143 @@ def _lines(path: Path, **changes) -> None:
     plot_lines(path, **(arguments | changes))
 
 
+def _height(path: Path) -> float:
+    return float(re.search(r'height="([\d.]+)pt"', path.read_text())[1])
+
+
 def test_lines_are_drawn_without_a_warning_and_replace_the_old_ones_when_whole(tmp_path):
-    """A long legend makes the picture higher, not its panel smaller."""
-    path, name = tmp_path / "new" / "loss.png", "IP-TTCD (a run with a long name), fast weights on"
+    """Names stand at the ends of lines; a long legend makes the picture higher, not its panel
+    smaller. What a point is can be read; the colour is that of the text around the picture."""
+    path, name = tmp_path / "new" / "loss.svg", "IP-TTCD (a run with a long name), fast weights on"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a legend that leaves no room, too
         _lines(path, series={f"{name} {run}": ([1, 2], [3.0, 2.0]) for run in range(24)})
-        assert _png_size(path) == (1600, 900 + 21 * 50)
+        assert _height(path) == pytest.approx(252 + 23 * 0.2 * 72)
         for points in (([], []), ([1024, 4096], [None, None]), ([0], [1.0])):
             _lines(path, series={"SWA": points})  # no point
         _lines(path)
-    assert _png_size(path) == (1600, 900)
-    old = path.read_bytes()
+    assert _height(path) == 252
+    old = path.read_text()
+    for expected in ("<title>IP-TTCD\n1,024: 3</title>", ">IP-TTCD</text>", "$5 each"):
+        assert expected in old
+    assert "fill: currentColor" in old
+    assert "4,096" not in old
+    assert not re.search("font-family: '|<metadata|#1f2328", old)
     for points, error in (([1], [object()]), TypeError), (([1, 2], [3.0]), ValueError):
         with pytest.raises(error):
             _lines(path, series={"SWA": points})
-    assert path.read_bytes() == old
-    assert [file.name for file in path.parent.iterdir()] == ["loss.png"]
+    assert path.read_text() == old
+    labels = {"title": "t", "x_label": "x", "y_label": "y"}
+    plot_bars(path, groups=["near"], series={"SWA": [0.5], "LaCT": [None]}, **labels)
+    assert "<title>SWA\nnear: 0.5</title>" in path.read_text()
+    assert "<title>LaCT\nnear: n/a</title>" in path.read_text()
+    assert [file.name for file in path.parent.iterdir()] == ["loss.svg"]
 
 
-def test_the_series_of_a_run_share_its_colour():
-    names = ["SWA, long, off", "SWA", "IP-TTCD, on", "IP-TTCD, off", "other"]
-    with coloured_by_run(["SWA", "IP-TTCD", "SWA, long"]) as colours:
-        long, swa, on, off, other = looks(names)
-        (alone,) = looks(["IP-TTCD, off"])
-    assert colours["SWA"] == swa.colour != long.colour == colours["SWA, long"]
-    assert on.colour == off.colour == alone.colour == colours["IP-TTCD"]
-    assert on.dashes != off.dashes
-    assert on.hatch != off.hatch
-    assert other.colour not in colours.values()
-    assert len({look.colour for look in looks(names)}) == 5  # without runs, all differ
+def test_a_method_has_one_colour_and_its_memory_off_is_dashed():
+    assert {method.label for _, method in METHODS.items()} == {*COLOURS}
+    assert len({*COLOURS.values()}) == len(COLOURS)
+    names = [
+        "mine, off (eta = 0)",
+        "mine, fast weights on",
+        "other",
+        "SWA",
+        "mine, b=8, memory off",
+    ]
+    methods = {"SWA": "SWA", "mine": "IP-TTCD + delta rule", "other": "IP-TTCD"}
+    with coloured_by_run(methods) as found:
+        off, on, other, swa, changed = looks(names)
+    assert on.colour == off.colour == changed.colour == found["mine"] == COLOURS["IP-TTCD"]
+    assert (swa.colour, swa.dashes, on.dashes) == (COLOURS["SWA"], "-", "-")
+    assert off.dashes == changed.dashes == "--"
+    assert other.colour not in COLOURS.values()  # a shade
+    (alone,) = looks(["IP-TTCD, memory published"])
+    assert (alone.colour, alone.dashes) == (on.colour, "--")
+
+
+FACTS = {"has_memory": True, "data": "books", "window": 64, "steps": 9, "device": "cpu"}
+MINE = FACTS | {"method": "IP-TTCD", "tokens_per_second": 100.0, "flops": 2e6, "state": 2048}
+SWA = FACTS | {"method": "SWA", "has_memory": False, "tokens_per_second": 200.0}
+SWA |= {"flops": 1e6, "state": 1024}
+
+
+def _losses(*by_bucket: float) -> list[PositionLoss]:
+    """Of eight documents of different difficulty, and of about the given losses."""
+    buckets = ("1-31", 1, 32), ("32-63", 32, 64), ("64-127", 64, 128)
+    return [
+        PositionLoss(*bucket, x, 32, 32 * (loss + x + 0.01 * math.sin(17 * x + 9 * loss)))
+        for x in range(8)
+        for bucket, loss in zip(buckets, by_bucket, strict=True)
+    ]
+
+
+def _answers(on: list, off: list, swa: list | None = None) -> list[Answer]:
+    runs = {"mine": {0: {"mine, fast weights on": on, "mine, off (eta = 0)": off}}}
+    facts = {"mine": Facts(**MINE)}
+    if swa is not None:
+        runs, facts = runs | {"SWA": {0: {"SWA": swa}}}, facts | {"SWA": Facts(**SWA)}
+    return answers([Measured(Position, "Text", runs)], facts)
+
+
+def test_the_answer_is_what_the_records_say():
+    off, swa = _losses(2, 2, 2), _losses(1.9, 1.9, 1.9)
+    first, *rest = _answers(_losses(2, 1.5, 1.0), off, [x._replace(nll=x.nll + 1) for x in swa])
+    assert first.verdict == "mine: better than SWA; better with its memory on than off."
+    for expected in (
+        *(
+            "Text: 0.499 ± 0.007 nats per token ",
+            "lower with the memory on than off, better from 32 on",
+        ),
+        *(
+            "0.50 times the tokens/s, 2.00 times the FLOPs per token of SWA",
+            "2.00 KiB held per text",
+        ),
+    ):
+        assert expected in first.text
+    assert [x.verdict for x in rest] == ["±:"]
+    first, *_ = _answers(_losses(2, 2.2, 2.2), off, swa)
+    assert first.verdict == "mine: worse than SWA; worse with its memory on than off."
+    assert "worse in 2 of 3 places" in first.text
+    first, alone, _ = _answers(off, off)
+    assert first.verdict == "mine: no difference between its memory on and off is seen."
+    assert (alone.verdict, alone.text[:5]) == ("No control here:", "mine.")
+
+
+def test_what_was_not_evaluated_or_has_no_interval_is_said():
+    facts = {
+        "a": Facts(**MINE),
+        "b": Facts(**SWA),
+        "c": Facts(**SWA),
+    }
+    few = [x for x in _losses(1, 1, 1) if x.document < 3]
+    measured = Measured(Position, "Text", {"a": {0: {"a": few}}, "b": {0: {"b": few}}})
+    first, *_, last = answers([measured], facts)
+    assert first.verdict == "a: whether it is better than b is not known (no interval)."
+    assert last.verdict == "c was not evaluated:"
+    assert "position" in last.text
+
+
+def test_tables_have_the_differences_behind_the_columns_of_their_run():
+    def found(*accuracies: float) -> list[DistanceAccuracy]:
+        names = zip(("1-48", "beyond 48"), accuracies, strict=True)
+        return [DistanceAccuracy(name, 400, x) for name, x in names]
+
+    series = {"A, fast weights on": found(1.0, 0.9), "A, off (eta = 0)": found(1.0, 0.1)}
+    runs = {"A": {0: series}, "SWA": {0: {"SWA": found(1.0, 0.2)}}}
+    measured = Measured(Evidence, "Evidence", runs)
+    table = Evidence.table(series | runs["SWA"][0])
+    near, far = with_differences(table, measured, {"A": "SWA"})
+    assert [*far] == ["distance", *series, "A, on - off", "A, less SWA", "SWA"]
+    # 1.96 sqrt(0.9 0.1 / 400 + 0.2 0.8 / 400), with two more queries each
+    assert (far["A, on - off"], far["A, less SWA"]) == ("+0.800 ± 0.042", "+0.700 ± 0.049")
+    assert near["A, less SWA"].startswith("+0.000 ± 0.0")
 
 
 def test_without_the_packages_there_is_nothing_old_and_the_extra_is_named(
     tmp_path, monkeypatch, caplog
 ):
     for name, path, write in (
-        ("matplotlib", tmp_path / "loss.png", _lines),
+        ("matplotlib", tmp_path / "loss.svg", _lines),
         ("jinja2", tmp_path / "report.html", lambda path: write_page(path, title="x")),
     ):
         monkeypatch.setitem(sys.modules, name, None)

@@ -123,8 +123,8 @@ def test_records_are_of_the_task_in_numbers_of_python_one_of_a_bucket(toy, tmp_p
 
 def test_results_are_written_read_and_reported(toy, result, tmp_path):
     folder = result.write()
-    assert {path.name for path in folder.iterdir()} == {"results.json", "results.csv", "halves.png"}
-    assert (folder / "halves.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in folder.iterdir()} == {"results.json", "results.csv", "halves.svg"}
+    assert (folder / "halves.svg").read_text().startswith("<svg")
     records = result.series["mine, fast weights on"]
     line = f'"mine, fast weights on",first,{NUM_ROWS},{records[0].loss}'
     assert (folder / "results.csv").read_text().splitlines()[:2] == ["series,half,rows,loss", line]
@@ -138,8 +138,11 @@ def test_results_are_written_read_and_reported(toy, result, tmp_path):
     words = "no task has losses of both |: name two of mine, fast weights on, mine, off"
     refused(words, task_sections, {"mine": [result]}, tmp_path, [*result.series])
     losses = {name: records[0].loss for name, records in result.series.items()}
-    assert section.table[0] == {"half": "first"} | losses
-    assert [(tmp_path / picture.path).name for picture in section.pictures] == ["halves.png"]
+    less = {
+        "mine, on - off": f"{losses['mine, fast weights on'] - losses['mine, off (eta = 0)']:+.3f}"
+    }
+    assert section.table[0] == {"half": "first"} | losses | less
+    assert [(tmp_path / picture.path).name for picture in section.pictures] == ["halves.svg"]
     for fields in ({"half": "first", "rows": 1}, {"half": 1, "rows": "1", "loss": 1.0}, 3):
         path = folder / "results.json"
         write_json(path, result.to_dict() | {"series": {"mine": [fields]}})
@@ -188,7 +191,7 @@ def test_a_bucket_may_be_a_number_and_results_are_there_before_pictures(
     series = {"mine": [Half(1, 1, 2.0), Half(2, 1, None)], "=cmd()": [Half("-1+1", 1, -2.0)]}
     written = dataclasses.replace(result, run_dir=tmp_path, series=series)
     folder = written.write()
-    assert (folder / "halves.png").stat().st_size > 1000
+    assert (folder / "halves.svg").stat().st_size > 1000
     assert (folder / "results.csv").read_text().splitlines()[3] == "'=cmd(),'-1+1,1,-2.0"
     monkeypatch.setattr(toy, "pictures", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -35,7 +35,7 @@ def run_dir(tmp_path):
     return directory
 
 
-def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir):
+def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir, caplog):
     params = nnx.to_pure_dict(nnx.state(randomize(Transformer, MODEL), nnx.Param))
     state = TrainState(params=params, opt_state=(), step=jnp.array(0))
     written, compiled = {}, []
@@ -55,6 +55,14 @@ def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir):
     assert [*written] == [2, 4, 5]
     # With the memory and without, for all evaluations.
     assert compiled.count("jit(_forward_scores)") == 2
+    page = run_dir.path / "index.html"
+    assert "between its memory on and off" in page.read_text()
+    assert page.read_text().count("<svg") == 1
+    page.unlink()
+    page.mkdir()  # so that it cannot be written: a warning, once
+    for step in (2, 4):
+        callback.call(step, state)
+    assert caplog.text.count("RunPage failed") == 1
     name = [*written[2]][-1]
     config = CONFIG.replace(keep_best=1, best_metric=f"{name}x")
     (callback,) = evaluation_callbacks(config, run_dir, written.__setitem__, 2)

@@ -25,7 +25,7 @@ from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 from ttcd_jax.tasks.documents import FinalBlock, Position, Recurrence, distances
-from ttcd_jax.tasks.perplexity import by_position
+from ttcd_jax.tasks.perplexity import Perplexity, PositionLoss, by_position
 
 LENGTHS = (40, 7, 55, 33, 36, 90, 34)
 RNG = np.random.default_rng(0)
@@ -120,7 +120,7 @@ def test_a_manifest_repeats_an_evaluation(subject, folder, tmp_path):
     assert [*both] == [ON, OFF, f"other{ON}", f"other{OFF}"]
     assert len(task.table(both)[0]) == 1 + 2 * 3
     pictures = task.pictures(tmp_path, both, None)
-    assert [(tmp_path / x.path).read_bytes()[:4] for x in pictures] == [b"\x89PNG"] * 2
+    assert [(tmp_path / x.path).read_bytes()[:4] for x in pictures] == [b"<svg"] * 2
     fewer = task.replace(token_budget=40)
     assert fewer.measured_on(fewer.rows(subject), subject) != first.measured_on
     for changes, words in (
@@ -283,8 +283,28 @@ def test_perplexity_by_position_counts_marked_targets_and_their_bytes():
     rows = {"tokens": targets, "targets": targets, "loss_mask": mask}
     *parts, whole = by_position(Scores(losses, losses > 0), rows, ByteTokenizer())
     expected = [("0-31", 0, 32, 64, 2, 64 / 63), ("32-63", 32, 64, 32, 8, 3)]
-    assert parts == [(*x[:4], *map(pytest.approx, x[4:])) for x in expected]
+    assert parts == [(*x[:4], *map(pytest.approx, x[4:]), None) for x in expected]
     assert (whole.context, whole.tokens) == ("all", 96)
     short = {name: field[:, :20] for name, field in rows.items()}
     (only,) = by_position(Scores(losses[:, :20], losses[:, :20] > 0), short, ByteTokenizer())
     assert (only.context, only.tokens) == ("all", 40)
+
+
+def test_differences_of_bits_per_byte_are_of_pairs_of_rows():
+    """Of records of rows, without which there is no interval."""
+
+    def records(factor: float, rows: int) -> list[PositionLoss]:
+        nats = [factor * (3 + row) for row in range(rows)]
+        found = [(sum(nats), None), *((x, row) for row, x in enumerate(nats))]
+        found = [(x, 10 if row is not None else 10 * rows, row) for x, row in found]
+        bits = [(x / math.log(2), size, row) for x, size, row in found]
+        return [PositionLoss("all", 0, 5, 5, 2 ** (x / 5), x / n, row) for x, n, row in bits]
+
+    mean, low, high = Perplexity.differences([records(2, 6)], [records(1, 6)])["all"]
+    nats = np.arange(3, 9)[:, None] / math.log(2)
+    expected = by_document.means_over_documents(nats, np.full((6, 1), 10.0))
+    assert (mean, low, high) == pytest.approx([x[0] for x in expected])
+    whole = [[x for x in records(factor, 6) if x.row is None] for factor in (2, 1)]
+    mean, low, high = Perplexity.differences(whole[:1], whole[1:])["all"]
+    assert mean == pytest.approx(expected.mean[0])
+    assert math.isnan(low)

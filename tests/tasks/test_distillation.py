@@ -76,7 +76,7 @@ def test_runs_of_other_layers_share_table_and_pictures(result, task, tmp_path):
     first, second = task.table(series)
     assert (first["layer"], first["a run: gap"], second["layer"]) == (0, None, 1)
     assert second["a run: gap"] == alone["gap"]
-    names = [f"distillation_{layer}.png" for layer in (0, 1)]
+    names = [f"distillation_{layer}.svg" for layer in (0, 1)]
     assert [x.path.name for x in task.pictures(tmp_path, series, None)] == names
     assert (tmp_path / names[1]).stat().st_size > 1000
     elsewhere = dataclasses.replace(other, measured_on={"": "another"})

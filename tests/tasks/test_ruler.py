@@ -287,7 +287,7 @@ def test_pictures_are_lines_and_heat_maps(tmp_path, monkeypatch):
     series = {"on": [_record("niah_single_1", x, 80, y) for x in (4096, 8192) for y in (0, 99.9)]}
     series["on"].append(_record("niah_single_2", 8192, 20, 0))
     pictures = Ruler.pictures(tmp_path, series, None)
-    assert [picture.path.name for picture in pictures] == ["ruler.png", "depth.png"]
+    assert [picture.path.name for picture in pictures] == ["ruler.svg", "depth.svg"]
     assert drawn["series"] == {"on": ([4096, 8192], [80, 80])}  # of the shared task
     assert "length (1)" in pictures[0].sentence
     lengths, panels = drawn["depths"]
@@ -295,7 +295,7 @@ def test_pictures_are_lines_and_heat_maps(tmp_path, monkeypatch):
     assert (lengths, rows) == ([4096, 8192], [[80, 50], [None, None], [80, 80]])
     others = {"on": [_record("vt", 4096, 9)], "off": [_record("fwe", 4096, 8)]}
     (only,) = Ruler.pictures(tmp_path, others, None)
-    assert only.path.name == "ruler.png"
+    assert only.path.name == "ruler.svg"
     assert drawn["series"] == {"on": ([4096], [None]), "off": ([4096], [None])}
 
 

@@ -23,7 +23,15 @@ from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import parse_json, read_arrays
 from ttcd_jax.measure.pictures import Picture, plot_lines
-from ttcd_jax.measure.task import MEMORY_OFF, MEMORY_ON, Series, Subject, Task, table_of
+from ttcd_jax.measure.task import (
+    MEMORY_OFF,
+    MEMORY_ON,
+    Differences,
+    Series,
+    Subject,
+    Task,
+    table_of,
+)
 from ttcd_jax.tokens import check_tokens
 
 _QUANTILES = {"p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
@@ -295,6 +303,8 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
     # number of the `tokens`, and the sum `nll` of their losses in nats.
     value = "nats per token"  # or perplexity
     is_lower_better = True
+    difference = "nats per token"
+    interval = "documents"
     shaping: ClassVar[tuple[str, ...]] = ()  # options that define buckets
 
     text: str | None = None
@@ -383,6 +393,14 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
         return [*rows.values()]
 
     @classmethod
+    def differences(
+        cls, seeds: Sequence[Sequence[Record]], base: Sequence[Sequence[Record]]
+    ) -> Differences:
+        names, means = means_over_seeds(seeds, operator.attrgetter(cls.key), base)
+        ends = zip(*(x.tolist() for x in means), strict=True)
+        return {x: y for x, y in zip(names, ends, strict=True) if x is not None}
+
+    @classmethod
     def numbers(cls, series: Series[Record]) -> dict[str, float]:
         """The means without their intervals."""
         means, _ = means_of(series, operator.attrgetter(cls.key))
@@ -401,13 +419,13 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
     @classmethod
     def pictures(cls, folder: Path, series: Series[Record], chance: float | None) -> list[Picture]:
         means, pairs = means_of(series, cls.x)
-        path = Path(f"{cls.name}.png")
+        path = Path(f"{cls.name}.svg")
         shown = {label: (x, cls.shown(y)) for label, (x, y) in means.items()}
         draw_curves(folder / path, cls.title, cls.x_label, cls.value, shown)
         pictures = [Picture(path, f"{cls.sentence} {_BAND}")]
         if pairs:
-            path, title = Path(f"{cls.name}_difference.png"), f"{cls.title}: on - off"
-            draw_curves(folder / path, title, cls.x_label, "nats per token", pairs)
+            path, title = Path(f"{cls.name}_difference.svg"), f"{cls.title}: memory on less off"
+            draw_curves(folder / path, title, cls.x_label, "nats per token, below 0 helps", pairs)
             pictures.append(Picture(path, f"{_DIFFERENCE} {_BAND}"))
         return pictures
 

@@ -1,4 +1,5 @@
-"""The HTML page of a report, in one file: pictures are embedded, nothing is fetched.
+"""The HTML page of a report, in one file: pictures are embedded, nothing is fetched. Answers come
+first, then the story; details are folded.
 
 jinja2 is optional: without it there is no page, and a warning.
 """
@@ -6,9 +7,10 @@ jinja2 is optional: without it there is no page, and a warning.
 import base64
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import logging
 from ttcd_kernels.table import Row, cells
@@ -17,14 +19,38 @@ from ttcd_jax.files import write_whole
 from ttcd_jax.measure.pictures import Picture
 
 
+class Answer(NamedTuple):
+    """What a page says first: the verdict, and the sentences that found it."""
+
+    verdict: str
+    text: str
+
+
 class Section(NamedTuple):
     """A section of a page: the table measured here, its pictures, relative to the page or absolute,
-    and those of the paper: of other models, data and hardware."""
+    and those of the paper: of other models, data and hardware; lines of text above the table. One
+    that is a detail is folded, and below the others."""
 
     title: str
     table: Sequence[Row]
     pictures: Sequence[Picture] = ()
     published: Sequence["Section"] = ()
+    lines: Sequence[str] = ()
+    is_detail: bool = False
+
+
+_WORDS = {
+    "memory, fast weights": "what a layer writes while it reads a text and reads again: small "
+    "changes of one of its weights, of one size however long the text is.",
+    "on, off (eta = 0)": "the same model, which reads its memory or does not. It was trained with "
+    "it: off is not a model without a memory, the control is.",
+    "SWA": "attention to a sliding window of the last tokens, no memory: the usual control.",
+    "gap": "what a long window (the teacher's) sees and a short one (the student's) misses: the "
+    "memory learns that.",
+    "nats per token, bits per byte": "the loss of what comes next, lower is better; 1 bit is 0.69 "
+    "nats.",
+    "recall, evidence, needle": "facts of a text, asked for later: accuracy, by how far back.",
+}
 
 
 def write_page(
@@ -35,18 +61,34 @@ def write_page(
     colours: Mapping[str, str] | None = None,
     sections: Sequence[Section] = (),
     next_steps: Sequence[str] = (),
+    answers: Sequence[Answer] = (),
 ) -> None:
-    """The HTML page: a table of the runs, whose column `run` has the colour `colours[run]` of their
-    curves, sections with an index, next steps. Text is escaped; backticks in a sentence or a next
-    step mark code."""
+    """The HTML page: answers, a table of the runs, whose column `run` has the colour `colours[run]`
+    of their curves, sections with an index, next steps. Text is escaped; backticks in a sentence or
+    a next step mark code."""
     try:
         import jinja2
+        from markupsafe import Markup
     except ImportError:
         path.unlink(missing_ok=True)
-        logging.warning("no page: jinja2 is missing, install ttcd_jax[report]")
+        message = "no page: jinja2 is missing, install ttcd_jax[report]"
+        logging.log_first_n(logging.WARNING, message, 1)
         return
     drawn = [(x, [y for y in x.pictures if (path.parent / y.path).exists()]) for x in sections]
     sections = [section._replace(pictures=pictures) for section, pictures in drawn]
+    numbers = itertools.count(1)
+
+    def image(picture: Picture) -> Any:
+        """The picture as elements of the page; names in an SVG are its own."""
+        content = (path.parent / picture.path).read_bytes()
+        if picture.path.suffix == ".svg":
+            names, own = r'(\bid="|href="#|url\(#)', rf"\1f{next(numbers)}-"
+            svg = re.sub(r"\s*<style.*?</style>\s*", "", content.decode(), flags=re.DOTALL)
+            return Markup(re.sub(names, own, svg))
+        data = base64.b64encode(content).decode()
+        text = '<img src="data:image/png;base64,{}" alt="{}">'
+        return Markup(text).format(data, picture.sentence)
+
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -54,9 +96,10 @@ def write_page(
     functions = {
         "cells": cells,
         "grouped": lambda header: _grouped([name for name, _ in header], [*(colours or ())]),
-        "image": lambda file: base64.b64encode((path.parent / file).read_bytes()).decode(),
+        "image": image,
     }
     content = {"title": title, "runs": runs, "sections": sections, "next_steps": next_steps}
+    content |= {"answers": answers, "words": _WORDS}
     page = environment.from_string(template).render(content, colours=colours or {}, **functions)
     write_whole(path, page)
 

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ttcd_jax import storage
 from ttcd_jax.config import read_fields
 from ttcd_jax.errors import DataError, NonFiniteError, UserError
 from ttcd_jax.files import read_json, write_json, write_whole
+from ttcd_jax.measure.answers import Measured, with_differences
 from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.page import Section, published
 from ttcd_jax.measure.task import Series, Subject, Task, find_task
@@ -271,21 +273,37 @@ def differing(measured_on: Sequence[Mapping[str, str | None]]) -> tuple[int, int
     return None
 
 
+def measured(runs: Mapping[str, list[Results]]) -> list[Measured]:
+    """By task the series of every run, those of the lowest `rank` first."""
+    tasks = {x.task for results in runs.values() for x in results}
+    found = []
+    for task in sorted(tasks, key=lambda x: (x.rank, x.name)):
+        of_run = {name: [x.series for x in y if x.task is task] for name, y in runs.items()}
+        series = {name: {0: dict(ChainMap(*parts))} for name, parts in of_run.items() if parts}
+        found.append(Measured(task, task.title, series))
+    return found
+
+
 def task_sections(
-    runs: Mapping[str, list[Results]], output: Path, between: Sequence[str] = ()
+    runs: Mapping[str, list[Results]],
+    output: Path,
+    between: Sequence[str] = (),
+    controls: Mapping[str, str] | None = None,
 ) -> list[Section]:
     """A section for each task that some run was evaluated on, those of the lowest `rank` first;
-    their pictures are drawn into `output`. `runs` is that of `read_all_results`. After one of
-    losses, the shares of the headroom `between` a control and a ceiling, where it has both. Raises
-    `UserError` if none has."""
-    found: dict[type[Task], list[Results]] = {}
-    for result in itertools.chain.from_iterable(runs.values()):
-        found.setdefault(result.task, []).append(result)
-    sections, wholes = [], [merged(found[x]) for x in sorted(found, key=lambda x: (x.rank, x.name))]
-    for whole in wholes:
-        task = whole.task
-        pictures = task.pictures(output, whole.series, whole.chance)
-        sections.append(Section(task.title, whole.table, pictures, published(task.name)))
+    their pictures are drawn into `output`. `runs` is that of `read_all_results`. Tables have the
+    differences on less off, and of every run from its control. After one of losses, the shares of
+    the headroom `between` a control and a ceiling, where it has both. Raises `UserError` if none
+    has."""
+    sections, wholes = [], []
+    for found in measured(runs):
+        task, results = found.task, itertools.chain.from_iterable(runs.values())
+        wholes.append(whole := merged([x for x in results if x.task is task]))
+        drawn = task.pictures(output, whole.series, whole.chance)
+        pictures = [x._replace(path=(output / x.path).absolute()) for x in drawn]
+        table = with_differences(whole.table, found, controls or {})
+        section = Section(task.title, table, pictures, published(task.name))
+        sections.append(section._replace(is_detail=task.is_detail))
         if between:
             sections += headroom_sections(task, task.title, [whole.series], between)
     if between and len(sections) == len(wholes):

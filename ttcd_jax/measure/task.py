@@ -7,6 +7,7 @@ with `@register`. `ttcd evaluate`, training and the report iterate over `TASKS`.
 import abc
 import dataclasses
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
+from scipy.special import stdtrit
 from ttcd_kernels.table import Row
 
 from ttcd_jax.config import Bound, Config, Positive
@@ -30,6 +32,7 @@ from ttcd_jax.tokens import check_tokens
 from ttcd_jax.train.state import with_params
 
 type Series[Record] = dict[str, list[Record]]  # the records of every variant of a model, by label
+type Differences = dict[Any, tuple[float, float, float]]  # by bucket: mean, low, high
 type Arrays = dict[str, np.ndarray]  # [rows, ...]
 MEMORY_ON, MEMORY_OFF = "fast weights on", "off (eta = 0)"  # the variants
 
@@ -74,6 +77,9 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
     is_lower_better: ClassVar[bool] = False
     sentence: ClassVar[str] = ""  # that says what the picture shows; "": the value by `x_label`
     rank: ClassVar[int] = 50  # on a page, the lowest first
+    difference: ClassVar[str] = ""  # the unit of differences; "": that of the value
+    interval: ClassVar[str] = "seeds"  # what that of a difference is over
+    is_detail: ClassVar[bool] = False  # folded on a page
     has_variants: ClassVar[bool] = True  # with the memory on and off; else the model as it is
 
     batch_size: Annotated[int, Bound("in 1 .. 65,536", lambda rows: 0 < rows <= 2**16)] = 16
@@ -157,13 +163,29 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
         }
 
     @classmethod
+    def differences(
+        cls, seeds: Sequence[Sequence[Record]], base: Sequence[Sequence[Record]]
+    ) -> Differences:
+        """By bucket, the value of `seeds` less that of the same seeds of a `base`, and the ends of
+        its interval; NaN where that is unknown, as for one seed."""
+        tables = [cls.numbers({"": [*records]}) for records in (*seeds, *base)]
+        shared = [name for name in tables[0] if all(name in table for table in tables)]
+        own, other = np.array([[x[y] for y in shared] for x in tables]).reshape(2, len(seeds), -1)
+        means, half = (own - other).mean(axis=0), np.full(len(shared), math.nan)
+        if len(seeds) > 1:
+            spread = (own - other).std(axis=0, ddof=1) / math.sqrt(len(seeds))
+            half = spread * stdtrit(len(seeds) - 1, 0.975)
+        ends = zip(means.tolist(), (means - half).tolist(), (means + half).tolist(), strict=True)
+        return dict(zip((x.removeprefix("/") for x in shared), ends, strict=True))
+
+    @classmethod
     def curves(cls, series: Series[Record]) -> dict[str, tuple[list[Any], list[Any]]] | None:
         """(x, y) of every series for a picture of lines; None: bars of the table."""
 
     @classmethod
     def pictures(cls, folder: Path, series: Series[Record], chance: float | None) -> list[Picture]:
         """Draws the pictures of the task into `folder`, the most telling first."""
-        path, label = folder / f"{cls.name}.png", cls.unit(series)[1]
+        path, label = folder / f"{cls.name}.svg", cls.unit(series)[1]
         labels = {"title": cls.title, "x_label": cls.x_label, "y_label": label, "chance": chance}
         if (curves := cls.curves(series)) is not None:
             plot_lines(path, series=curves, **labels)

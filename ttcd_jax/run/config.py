@@ -154,7 +154,7 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
 def common_fields(stored: dict[str, Any]) -> dict[str, Any]:
     """The fields of a stored configuration or manifest in which the processes of a job must not
     differ, by their paths: all but the paths of data, which may be local to a node."""
-    leaves = _leaves(stored).items()
+    leaves = by_path(stored).items()
     return {path: value for path, (name, value) in leaves if name not in DATA_PATHS}
 
 
@@ -172,7 +172,7 @@ def accepted_changes(
     is_run = old.get("type") == RunConfig.__name__ == new.get("type")
     if is_run and old is not new:
         old = RunConfig.from_dict(old).to_dict()  # earlier versions stored fewer fields
-    before, after = _leaves(old), _leaves(new)
+    before, after = by_path(old), by_path(new)
     fields = {path: name for path, (name, _) in (before | after).items()}
     known = [*fields.values(), *fields]
     for name in set(named or ()).difference(known):
@@ -204,10 +204,10 @@ def _is_below(path: str, parts: Sequence[str]) -> bool:
     return any(f"{path}.".startswith(f"{part}.") for part in parts)
 
 
-def _leaves(config: dict[str, Any], path: str = "") -> dict[str, tuple[str, Any]]:
+def by_path(config: dict[str, Any], path: str = "") -> dict[str, tuple[str, Any]]:
     """{path: (name in .gin files, value)} of every value below `config`, made by `to_dict`."""
     leaves = {}
     for key, value in config.items():
-        below = _leaves(value, f"{path}{key}.") if isinstance(value, dict) else None
+        below = by_path(value, f"{path}{key}.") if isinstance(value, dict) else None
         leaves |= below or {path + key: (f"{config.get('type', '')}.{key}", value)}
     return leaves

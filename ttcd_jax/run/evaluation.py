@@ -11,10 +11,12 @@ import jax
 from ttcd_jax.config import closest
 from ttcd_jax.errors import DataError, UserError, listed
 from ttcd_jax.files import read_json, write_json
-from ttcd_jax.measure.results import differing
+from ttcd_jax.measure.results import Results, differing
 from ttcd_jax.measure.task import Subject, Task
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, run_tokenizer
+from ttcd_jax.run.page import RunPage
+from ttcd_jax.run.trackers import Guarded
 from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.tasks import TASKS
 from ttcd_jax.train.loop import StateCallback
@@ -30,9 +32,10 @@ def evaluation_callbacks(
     batch_size: int,
 ) -> list[StateCallback]:
     """A callback that evaluates, every `evaluate_every` steps and after the last, at most
-    `batch_size` rows at once, and calls `write(steps done, metrics)`, each named
-    TASK/VARIANT/BUCKET; none without `evaluate_every`. Rows are made in advance, so a task that
-    does not fit the data raises its `UserError` before the first step."""
+    `batch_size` rows at once, calls `write(steps done, metrics)`, each named TASK/VARIANT/BUCKET,
+    and writes the page of the run, `index.html` in its directory; none without `evaluate_every`.
+    Rows are made in advance, so a task that does not fit the data raises its `UserError` before the
+    first step."""
     every = config.evaluate_every
     if every is None:
         return []
@@ -41,17 +44,27 @@ def evaluation_callbacks(
     subject = Subject(abstract_model(config.model), tokenizer, data, run_dir.path)
     inputs = [(task, task.rows(subject)) for task in tasks]
     _check_cases(run_dir.path / _CASES, inputs, subject)
+    page = None if jax.process_index() else Guarded(RunPage(run_dir.path))
 
     def evaluate(step: int, state: TrainState) -> None:
         if step % every and step != config.steps:
             return  # the run was stopped; it will evaluate on time once resumed
         current = subject._replace(model=with_params(config.model, state["params"]))
+        results = {}
+        for task, rows in inputs:
+            where = {"run_dir": run_dir.path, "folder": "", "step": step}
+            names = {"label": current.name, "method": config.model.label}
+            found = {"series": task.series(current, rows), "chance": task.chance(current)}
+            options = {"task": type(task), "options": task.to_dict()}
+            results[task.name] = Results(**options, **where, **names, **found)
         metrics = {
-            f"{task.name}/{name}": value
-            for task, rows in inputs
-            for name, value in task.numbers(task.series(current, rows)).items()
+            f"{name}/{key}": value
+            for name, x in results.items()
+            for key, value in x.task.numbers(x.series).items()
         }
         write(step, metrics)
+        if page is not None:
+            page.call("write", step, results)
         if config.best_metric not in {None, *metrics}:
             near = closest(str(config.best_metric), [*metrics])
             raise UserError(

@@ -134,7 +134,7 @@ class Controls(FirstTokens[ControlLoss]):
         means = {x: dict(zip(y, z.mean.tolist(), strict=True)) for x, (y, z) in found.items()}
         bars = {label: [*map(by_name.get, groups)] for label, by_name in means.items()}
         labels = {"title": cls.title, "x_label": cls.x_label, "y_label": f"nats, {LESS}"}
-        plot_bars(folder / (path := Path(f"{cls.name}.png")), groups=groups, series=bars, **labels)
+        plot_bars(folder / (path := Path(f"{cls.name}.svg")), groups=groups, series=bars, **labels)
         return [Picture(path, cls.sentence)]
 
     @classmethod

@@ -64,6 +64,7 @@ class StudentTeacher(RowTask[LayerDistances]):
     x_label = "position (tokens)"
     rank = 40
     has_variants = False
+    is_detail = True
     value = "gap_on"
     is_lower_better = True
 
@@ -130,7 +131,7 @@ class StudentTeacher(RowTask[LayerDistances]):
                 stops = [x.stop for x in parts]
                 lines[f"{name}, memory off"] = stops, [x.gap for x in parts]
                 lines[f"{name}, memory on"] = stops, [x.gap_on for x in parts]
-            path = folder / f"{cls.name}_{layer}.png"
+            path = folder / f"{cls.name}_{layer}.svg"
             title, y_label = f"Layer {layer}: distance to the teacher", "|y_T - y| / |y_T|"
             plot_lines(path, title=title, x_label=cls.x_label, y_label=y_label, series=lines)
             sentence = (

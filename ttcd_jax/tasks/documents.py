@@ -4,7 +4,7 @@ in the authors' code, and of tokens that complete an n-gram by the distance back
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from ttcd_jax.config import NonNegative, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.measure.by_document import DocumentTask, Selection, select
 from ttcd_jax.measure.scorer import Scorer
-from ttcd_jax.measure.task import Series, Subject, register
+from ttcd_jax.measure.task import Differences, Series, Subject, register
 from ttcd_jax.tasks.perplexity import bucket_edges
 from ttcd_jax.tasks.recall import attention_reach
 
@@ -177,11 +177,19 @@ class Position(FirstTokens[PositionLoss]):
     @classmethod
     def table(cls, series: Series[PositionLoss]) -> list[Row]:
         """Rows by octaves of positions, and of all."""
-        whole = {
-            label: [x._replace(positions=x.positions and "all") for x in records]
-            for label, records in series.items()
-        }
+        whole = {label: _whole(records) for label, records in series.items()}
         return super().table(series) + super().table(whole)
+
+    @classmethod
+    def differences(
+        cls, seeds: Sequence[Sequence[PositionLoss]], base: Sequence[Sequence[PositionLoss]]
+    ) -> Differences:
+        whole = [*map(_whole, seeds)], [*map(_whole, base)]
+        return super().differences(seeds, base) | super().differences(*whole)
+
+
+def _whole(records: Sequence[PositionLoss]) -> list[PositionLoss]:
+    return [x._replace(positions=x.positions and "all") for x in records]
 
 
 class SliceLoss(NamedTuple):

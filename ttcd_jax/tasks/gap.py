@@ -391,7 +391,7 @@ class Stream(WindowTask[Share]):
     def pictures(cls, folder: Path, series: Series[Share], chance: float | None) -> list[Picture]:
         bars = {x: [row["share"] for row in cls.table({x: y})] for x, y in series.items()}
         labels = {"title": cls.title, "x_label": cls.x_label, "y_label": "share of the headroom"}
-        names, path = [STREAM, LOCAL, FROZEN, MAP, FOREIGN], Path("stream.png")
+        names, path = [STREAM, LOCAL, FROZEN, MAP, FOREIGN], Path("stream.svg")
         plot_bars(folder / path, **labels, groups=names, series=bars)
         return [Picture(path, cls.sentence)]
 

@@ -3,27 +3,38 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import grain
 import numpy as np
+from ttcd_kernels.table import Row as TableRow
 
 from ttcd_jax.config import Positive
 from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.sources import text_records
 from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError
+from ttcd_jax.measure.by_document import means_over_documents
 from ttcd_jax.measure.scorer import Scorer, Scores
-from ttcd_jax.measure.task import Arrays, RowTask, Series, Subject, register, row_scores
+from ttcd_jax.measure.task import (
+    Arrays,
+    Differences,
+    RowTask,
+    Series,
+    Subject,
+    register,
+    row_scores,
+)
 
 _FIRST_EDGE = 32
 _ANY_LENGTH = 2**20  # rows may be longer than the text up to here
 
 
 class PositionLoss(NamedTuple):
-    """The loss of the targets at positions `start` to `stop`. `bits_per_byte` divides by the bytes
-    of the targets, so that tokenizers are comparable; None if no target has bytes."""
+    """The loss of the targets at positions `start` to `stop` of a `row`, None: of all. The field
+    `bits_per_byte` divides by the bytes of the targets, so that tokenizers are comparable; None if
+    no target has bytes."""
 
     context: str
     start: int
@@ -31,6 +42,7 @@ class PositionLoss(NamedTuple):
     tokens: int
     perplexity: float
     bits_per_byte: float | None
+    row: int | None = None
 
 
 def bucket_edges(length: int) -> list[int]:
@@ -75,6 +87,7 @@ class Perplexity(RowTask[PositionLoss]):
     x_label = "context length (tokens)"
     rank = 35
     is_lower_better = True
+    interval = "rows"
 
     text: str | None = None
     seq_len: Positive | None = None
@@ -90,11 +103,35 @@ class Perplexity(RowTask[PositionLoss]):
 
     def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[PositionLoss]:
         assert subject.tokenizer is not None, "text_records refuses a run without one"
-        return by_position(row_scores(scorer, rows), rows, subject.tokenizer)
+        scores = row_scores(scorer, rows)
+        records = by_position(scores, rows, subject.tokenizer)
+        for row in range(len(rows["tokens"])):
+            part = {name: field[row : row + 1] for name, field in rows.items()}
+            found = Scores(*(field[row : row + 1] for field in scores))
+            own = by_position(found, part, subject.tokenizer)
+            records += [x._replace(row=row) for x in own]
+        return records
+
+    @classmethod
+    def table(cls, series: Series[PositionLoss]) -> list[TableRow]:
+        return super().table({name: _of_all(records) for name, records in series.items()})
+
+    @classmethod
+    def differences(
+        cls, seeds: Sequence[Sequence[PositionLoss]], base: Sequence[Sequence[PositionLoss]]
+    ) -> Differences:
+        """Over rows, or seeds and rows; records of earlier versions have no row."""
+        found = [_sums(records) for records in (*seeds, *base)]
+        names, _, sizes = found[0]
+        if not sizes.any() or not all(x[0] == names and np.array_equal(x[2], sizes) for x in found):
+            return super().differences(seeds, base)
+        nll = np.stack([x[1] for x in found])
+        means = means_over_documents(nll[: len(seeds)] - nll[len(seeds) :], sizes)
+        return dict(zip(names, zip(*(x.tolist() for x in means), strict=True), strict=True))
 
     @classmethod
     def unit(cls, series: Series[PositionLoss]) -> tuple[str, str]:
-        first = next(iter(series.values()))
+        first = _of_all(next(iter(series.values())))
         if all(record.bits_per_byte is not None for record in first):
             return "bits_per_byte", "bits per byte"
         return "perplexity", "perplexity"
@@ -103,6 +140,23 @@ class Perplexity(RowTask[PositionLoss]):
     def curves(cls, series: Series[PositionLoss]) -> dict[str, tuple[list[Any], list[Any]]]:
         value, lines = cls.unit(series)[0], {}
         for name, records in series.items():
+            records = _of_all(records)
             parts = [record for record in records if record.context != "all"] or records
             lines[name] = [x.stop for x in parts], [getattr(x, value) for x in parts]
         return lines
+
+
+def _of_all(records: Sequence[PositionLoss]) -> list[PositionLoss]:
+    return [x for x in records if x.row is None]
+
+
+def _sums(records: Sequence[PositionLoss]) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Buckets, and the bits and bytes [rows, buckets] of the records of single rows."""
+    names = [x.context for x in _of_all(records)]
+    bits, sizes = np.zeros((2, 1 + max((x.row or 0 for x in records), default=0), len(names)))
+    for x in records:
+        if x.row is not None and x.bits_per_byte and x.context in names:
+            where = x.row, names.index(x.context)
+            bits[where] = x.tokens * math.log2(x.perplexity)
+            sizes[where] = round(bits[where] / x.bits_per_byte)
+    return names, bits, sizes

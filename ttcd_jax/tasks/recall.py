@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple, get_args
 
 import jax
@@ -20,7 +20,16 @@ from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.prefill import MemoryMode, prefill
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.measure.scorer import Scorer, Scores
-from ttcd_jax.measure.task import Arrays, RowTask, Series, Subject, Task, register, row_scores
+from ttcd_jax.measure.task import (
+    Arrays,
+    Differences,
+    RowTask,
+    Series,
+    Subject,
+    Task,
+    register,
+    row_scores,
+)
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
 
 _BUCKETS_BEYOND = 4
@@ -42,7 +51,23 @@ class OnDrawnData(Task):
 
     record = DistanceAccuracy
     key = "distance"
+    interval = "queries"
     data: ClassVar[type[SyntheticConfig]]
+
+    @classmethod
+    def differences(
+        cls, seeds: Sequence[Sequence[DistanceAccuracy]], base: Sequence[Sequence[DistanceAccuracy]]
+    ) -> Differences:
+        """For one seed over the queries, after Agresti and Caffo (2000)."""
+        found = super().differences(seeds, base)
+        if len(seeds) > 1:
+            return found
+        variances = dict.fromkeys(found, 0.0)
+        for x in (x for records in (*seeds, *base) for x in records if x.distance in found):
+            share = (x.accuracy * x.queries + 1) / (x.queries + 2)
+            variances[x.distance] += share * (1 - share) / (x.queries + 2)
+        halves = {name: 1.96 * variance**0.5 for name, variance in variances.items()}
+        return {x: (mean, mean - halves[x], mean + halves[x]) for x, (mean, *_) in found.items()}
 
     @classmethod
     def data_of(cls, subject: Subject) -> SyntheticConfig:

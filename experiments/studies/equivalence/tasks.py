@@ -231,7 +231,7 @@ class Equivalence(Task[Arrays, Cell]):
             found[name] = {x.row: x.value for x in records if x.column == bar}
         groups = [*dict.fromkeys(itertools.chain(*found.values()))]
         bars = {name: [own.get(group) for group in groups] for name, own in found.items()}
-        path, texts = folder / f"{cls.name}.png", {"title": cls.title, "x_label": cls.x_label}
+        path, texts = folder / f"{cls.name}.svg", {"title": cls.title, "x_label": cls.x_label}
         plot_bars(path, **texts, y_label=cls.value, groups=groups, series=bars, chance=chance)
         return [Picture(Path(path.name), f"{cls.title}, by {cls.x_label}: {'; '.join(series)}.")]
 

@@ -5,7 +5,7 @@
 
 Each finished setting and method is one file in DIR/records; the same command continues after an
 interruption, and commands that run at the same time share the work. At the end it prints the tables
-of all records, also into DIR/tables.txt, and draws DIR/curves.png. Another recipe needs another
+of all records, also into DIR/tables.txt, and draws DIR/curves.svg. Another recipe needs another
 directory; other tasks, settings or methods may be added to this one. experiments.report shows the
 scores of several directories on one page.
 """
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
         with run_dir.lock(waits=True):
             write_whole(run_dir.path / "tables.txt", text := tables(records))
             print(text)
-            draw_curves(run_dir.path / "curves.png", records)
+            draw_curves(run_dir.path / "curves.svg", records)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from ttcd_jax.config import Bound, Config, NonNegative, NonNegativeFloat, Positi
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import read_json, write_whole
 from ttcd_jax.measure.page import Section
-from ttcd_jax.measure.pictures import COLOURS, MARKERS, Picture, save_figure
+from ttcd_jax.measure.pictures import TEXT, Picture, looks, save_figure
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.storage import lock
 
@@ -30,7 +30,7 @@ from ttcd_jax.storage import lock
 MAD_METHODS = (*PUBLISHED, "swa", "full")
 MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS.__contains__)]
 Layers = tuple[float, float] | None  # a number of each fast layer
-_COLUMNS = 3
+_COLUMNS = 2
 _HOLLOW = {"markerfacecolor": "none", "markersize": 9, "linestyle": ""}
 _BY_LAYER = {
     "|eta S|/|W|": "memory_ratio",
@@ -231,9 +231,9 @@ def scores(records: Sequence[Record]) -> dict[tuple[str, str], Score]:
 def sweep_section(sweep: Path, picture: Path) -> Section:
     """The scores of a sweep and their picture, which is drawn."""
     draw_curves(picture, records := gather(sweep))
-    sentence = "Test accuracy of six synthetic tasks by step; hollow: published, at full budget. "
-    pictures = [Picture(Path(picture.name), f"{sentence}{'. '.join(footnotes(records))}.")]
-    return Section(f"MAD: synthetic tasks ({sweep.name})", score_table(records), pictures)
+    sentence = "Test accuracy of synthetic tasks by step; hollow: published, at full budget."
+    options = {"pictures": [Picture(Path(picture.name), sentence)], "lines": footnotes(records)}
+    return Section(f"MAD: synthetic tasks ({sweep.name})", score_table(records), **options)
 
 
 def tables(records: Sequence[Record]) -> str:
@@ -326,32 +326,37 @@ def _values(found: Sequence[Any], name: str) -> str:
 
 
 def draw_curves(path: Path, records: Sequence[Record]) -> None:
-    """A PNG with a panel per task: macro accuracy on the test rows by step, a line per method; at
-    the right edge, hollow, the published scores at full budget."""
+    """A panel per task: macro accuracy on the test rows by step, a line per method; at the right
+    edge, hollow, the published scores at full budget."""
     found, labels = scores(records), _labels(records)
     tasks = [*dict.fromkeys(task for task, _ in found)]
     num_rows = -(-len(tasks) // _COLUMNS)
+    look_of = dict(zip(labels, looks([*labels.values()]), strict=True))
+    titles: dict[str, Any] = {}
 
     def draw(figure: Any) -> None:
         panels = figure.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
         legend: dict[str, Any] = {}
         for (task, method), (_, curve) in found.items():
-            axes, index = panels[tasks.index(task)], MAD_METHODS.index(method)
+            axes = panels[tasks.index(task)]
             axes.set(title=task, xlabel="steps", ylim=(-2, 104))
-            look = {"color": COLOURS[index], "marker": MARKERS[index]}
+            look = {"color": look_of[method].colour, "marker": look_of[method].marker}
             if len(curve):
                 (line,) = axes.plot(curve[:, 0], 100 * curve[:, 1], markersize=4, **look)
+                line.set_gid(f"titled-{len(titles)}")
+                points = [f"{labels[method]}\n{x:g} steps: {100 * y:.1f} %" for x, y in curve]
+                titles[line.get_gid()] = labels[method], points
                 legend.setdefault(labels[method], line)
             if len(curve) and method in PUBLISHED:
                 score, right = PUBLISHED[method][task], 1.04 * curve[-1, 0]
                 axes.plot([right], [score], clip_on=False, **look, **_HOLLOW)
         for axes in panels[len(tasks) :]:
             axes.set_axis_off()
-        grey = {"marker": "o", "color": "#555555"}
+        grey = {"marker": "o", "color": TEXT}
         (legend["published, at full budget"],) = panels[0].plot([], **grey, **_HOLLOW)
         for axes in panels[::_COLUMNS]:
             axes.set_ylabel("macro accuracy, %")
-        look = {"loc": "outside lower center", "ncols": 8, "frameon": False}
+        look = {"loc": "outside lower center", "ncols": 2, "frameon": False}
         figure.legend(legend.values(), legend.keys(), **look)
 
-    save_figure(path, draw, size=(14, 3.9 * num_rows + 0.6), dpi=110)
+    save_figure(path, draw, size=(5.6, 2.6 * num_rows + 0.8), dpi=110, titles=titles)

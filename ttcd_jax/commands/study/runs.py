@@ -22,7 +22,6 @@ from ttcd_kernels.measure import environment
 from ttcd_kernels.table import Row, format_table
 
 from ttcd_jax.commands import cli
-from ttcd_jax.commands.report.sections import Run, run_rows, training_sections
 from ttcd_jax.config import DISTINCT, Bound, Config, NonNegative, Positive
 from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
@@ -30,6 +29,7 @@ from ttcd_jax.data.synthetic.rows import SyntheticConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.measure import by_document, results
+from ttcd_jax.measure.answers import Measured, answers
 from ttcd_jax.measure.by_document import Bucket, Curves, DocumentTask, cells, means_over_seeds
 from ttcd_jax.measure.page import Section, write_page
 from ttcd_jax.measure.pictures import Picture, coloured_by_run
@@ -40,6 +40,14 @@ from ttcd_jax.registry import IMPORTED_MODULES
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import RunDirectory, load_run
+from ttcd_jax.run.page import (
+    Run,
+    facts,
+    first_columns,
+    run_rows,
+    settings_section,
+    training_sections,
+)
 from ttcd_jax.run.start import inherited_model
 from ttcd_jax.train.checkpoint import complete_steps
 from ttcd_jax.train.flops import training_flops_per_token
@@ -48,7 +56,7 @@ from ttcd_jax.units import printable
 # A .gin file, or (name, file, bindings ...).
 Variant = str | Annotated[tuple[str, ...], Bound("a name and a file", lambda x: len(x) > 1)]
 START = "start"
-type Measured = dict[str, dict[int, Series[Any]]]  # by recipe and seed
+type BySeed = dict[str, dict[int, Series[Any]]]  # by recipe and seed
 # By the name of a corpus the folder of its pieces, and the document of each; None: drawn.
 type Texts = dict[str, tuple[Path, list[str]] | None]
 MOST_DOCUMENTS = 16  # that a table shows one by one
@@ -264,27 +272,36 @@ def write_study(
     chosen, sections = config.chosen(recipes), []
     runs = [Run.read(f"{name}, seed {seed}", path / f"{name}-{seed}") for name, seed in chosen]
     runs = [run for run in runs if run.metrics]
-    with coloured_by_run([*recipes]) as colours:
+    labels = {name: recipe.config.model.label for name, recipe in recipes.items()}
+    everything = []
+    with coloured_by_run(labels) as colours:
         for (text, pieces), task in itertools.product(texts.items(), config.evaluations):
             if measured := _measured(chosen, task, text, path):
                 title, documents = f"{task.title} ({text})", pieces[1] if pieces else []
+                everything.append(Measured(type(task), title, measured))
                 sections += _sections(task, title, measured, path / "pictures" / text, documents)
                 sections += _headroom(task, title, measured, recipes)
         sections += training_sections(runs, path / "pictures")
     colours |= {run.label: colours[run.label.rpartition(", ")[0]] for run in runs}
     rows = run_rows(runs)
+    firsts = {
+        x.label.rpartition(", ")[0]: (x, row) for x, row in [*zip(runs, rows, strict=True)][::-1]
+    }
+    known = {x: facts(*firsts[x]) for x in recipes if x in firsts and x != START}
     shown = [Section("Runs", rows), *sections]
     tables = "\n".join(f"{x.title}\n{format_table(x.table)}\n" for x in shown)
     write_whole(path / "tables.txt", tables)
     page, title = path / "index.html", f"Study: {', '.join(recipes)}"
-    write_page(page, title=title, runs=rows, colours=colours, sections=sections)
+    sections += [settings_section(*zip(*firsts.values(), strict=True))] if runs else []
+    found = {"answers": answers(everything, known), "runs": first_columns(rows)}
+    write_page(page, title=title, sections=sections, colours=colours, **found)
     print(tables)
     if page.exists():
         print(printable(f"page {page}"))
     return shown
 
 
-def _measured(chosen: list[tuple[str, int]], task: Task, text: str, path: Path) -> Measured:
+def _measured(chosen: list[tuple[str, int]], task: Task, text: str, path: Path) -> BySeed:
     found, measured = [], {}
     for name, seed in chosen:
         file = results_file(path / f"{name}-{seed}", task, name, text)
@@ -297,7 +314,7 @@ def _measured(chosen: list[tuple[str, int]], task: Task, text: str, path: Path) 
 
 
 def _sections(
-    task: Task, title: str, measured: Measured, output: Path, documents: list[str]
+    task: Task, title: str, measured: BySeed, output: Path, documents: list[str]
 ) -> list[Section]:
     """The means of all seeds, with their differences from the base, also by `documents` (that of
     every piece) if these are few; every seed."""
@@ -320,6 +337,7 @@ def _sections(
     if inside := {x: curve for x, y in by_label.items() if (curve := kind.within(y))}:
         return [*found, Section(f"{title}: {kind.value}, less as trained", _rows(inside, cells))]
     every = Section(f"{title}: every seed, all tokens", _by_seed(measured, _all_tokens))
+    every = every._replace(is_detail=True)
     pairs = {
         name: (_of_seeds(seeds, measured[base]), _of_seeds(measured[base], seeds))
         for name, seeds in measured.items()
@@ -334,8 +352,8 @@ def _sections(
     def by_name(record: Any) -> str | None:
         return None if by_key(record) is None else documents[record.document]
 
-    picture = (output / f"{kind.name}_from_{base}.png").absolute()
-    labels = f"{title} - {base}", kind.x_label, "nats per token"
+    picture = (output / f"{kind.name}_from_{base}.svg").absolute()
+    labels = f"{title}, less {base}", kind.x_label, "nats per token, below 0 is better"
     by_document.draw_curves(picture, *labels, less_base(kind.x))
     sentence = f"Below 0 a recipe is better than {base} on the same tokens, mean of its seeds."
     both = (_rows(less_base(bucket), cells) for bucket in (by_key, _every_token))
@@ -345,12 +363,13 @@ def _sections(
     numbers = {x.document for x in next(iter(united.values()))} - {None}
     # Fewer numbers than documents: some piece was too short.
     if len(numbers) == len(documents) and len({*documents}) <= MOST_DOCUMENTS:
-        found.append(Section(f"{name}, by document", _rows(less_base(by_name), cells)))
+        table = _rows(less_base(by_name), cells)
+        found.append(Section(f"{name}, by document", table, is_detail=True))
     return [*found, every]
 
 
 def _headroom(
-    task: Task, title: str, measured: Measured, recipes: dict[str, Recipe]
+    task: Task, title: str, measured: BySeed, recipes: dict[str, Recipe]
 ) -> list[Section]:
     """The share of the headroom that every recipe gives back, with the seeds of the one that writes
     no memory and sees the most."""
@@ -384,7 +403,7 @@ def _of_seeds(base: dict[int, Series[Any]], seeds: dict[int, Series[Any]]) -> li
     return [base[seed][label] for seed in seeds if seed in base]
 
 
-def _by_seed(measured: Measured, numbers: Callable[[Series[Any]], dict[str, float]]) -> list[Row]:
+def _by_seed(measured: BySeed, numbers: Callable[[Series[Any]], dict[str, float]]) -> list[Row]:
     """The `numbers` of every label by seed, their mean and standard deviation."""
     rows = []
     for seeds in measured.values():

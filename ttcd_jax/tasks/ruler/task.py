@@ -275,14 +275,14 @@ class Ruler(Task[list[Case], Answered]):
                 [_mean([x for x in y if low <= (x.depth or 0) < low + 10]) for y in single]
                 for low in _DEPTHS
             ]
-        path, title = folder / "ruler.png", "RULER: mean score by length"
+        path, title = folder / "ruler.svg", "RULER: mean score by length"
         plot_lines(path, title=title, x_label=cls.x_label, y_label="score (%)", series=lines)
         line = f"Mean score of the tasks given at every length ({len(shared)}), by length."
-        pictures = [Picture(Path("ruler.png"), line)]
+        pictures = [Picture(Path("ruler.svg"), line)]
         if given.intersection(SINGLE):
-            plot_depths(folder / "depth.png", lengths, panels)
+            plot_depths(folder / "depth.svg", lengths, panels)
             line = "Score of a single needle, by the share of the text before it and by length."
-            pictures.append(Picture(Path("depth.png"), line))
+            pictures.append(Picture(Path("depth.svg"), line))
         return pictures
 
     def measured_on(self, rows: list[Case], subject: Subject) -> dict[str, str]:
@@ -299,8 +299,8 @@ class Ruler(Task[list[Case], Answered]):
 
 
 def plot_depths(path: Path, lengths: Sequence[int], panels: dict[str, list[Any]]) -> None:
-    """A PNG with a panel of scores in percent per series, [depths, lengths]; None is left white."""
-    columns = min(len(panels), 3)
+    """A panel of scores in percent per series, [depths, lengths]; None is left white."""
+    columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
 
     def draw(figure: Any) -> None:
@@ -316,7 +316,7 @@ def plot_depths(path: Path, lengths: Sequence[int], panels: dict[str, list[Any]]
             axes.set_title(name, fontsize=11, weight="normal")
         figure.colorbar(image, ax=figure.axes, label="score (%)")
 
-    save_figure(path, draw, size=(2 + 4.5 * columns, 4.5 * rows), dpi=200)
+    save_figure(path, draw, size=(1.2 + 2.2 * columns, 2.6 * rows + 0.4), dpi=200)
 
 
 def _parts(series: Series[Answered]) -> dict[tuple[str, int], list[Answered]]:

@@ -260,7 +260,7 @@ def test_precision_shows_at_both_levels_a_limit_stops_and_the_report_shows_all(r
         stored = json.loads(file.read_text())
         assert f"written to {file.parent}\n" in result.stdout
         assert (stored["step"], stored["facts"]["environment"]["device"]) == (7, "cpu")
-        assert file.with_name(f"{stored['task']}.png").read_bytes().startswith(b"\x89PNG")
+        assert file.with_name(f"{stored['task']}.svg").read_text().startswith("<svg")
         assert file.with_suffix(".csv").exists()
         tables[stored["task"]] = stored["table"]
     kl, *_ = tables["equivalence_distribution"]
@@ -280,4 +280,4 @@ def test_precision_shows_at_both_levels_a_limit_stops_and_the_report_shows_all(r
     assert printed.count("IP-TTCD, xla, attention, forward against xla, blocked, forward") == 2 + 6
     for title in ("Units in the last place", "Next tokens", "Needles in a haystack"):
         assert f"\n{title}" in printed
-    assert (tmp_path / "equivalence_kernel.png").exists()
+    assert (tmp_path / "equivalence_kernel.svg").exists()

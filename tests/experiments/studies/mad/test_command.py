@@ -61,7 +61,7 @@ def test_the_command_records_prints_and_goes_on(tmp_path):
     assert "schedule cosine" in first.stdout
     assert (run_dir / "tables.txt").read_text() in first.stdout
     (path,) = (run_dir / "records").glob("*.json")
-    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (run_dir / "curves.svg").read_text().startswith("<svg")
     record = json.loads(path.read_text())
     assert (record["steps"], record["epochs"], record["num_train"]) == (4, 2, 12)
     good, bad = record["runs"]
