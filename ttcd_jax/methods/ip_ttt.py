@@ -12,6 +12,7 @@ later chunks read the writes of a chunk; a symmetric activation convolution woul
 import dataclasses
 from typing import ClassVar, Literal
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 from ttcd_kernels.normalize import l2_normalize
@@ -100,6 +101,10 @@ class IPTTTMLP(InPlaceMLP[Writes, Writes], config=IPTTTConfig):
         if self.settings.has_target_conv:
             v = short_conv(v, self.target_conv[...], is_causal=causal, segment_ids=segments)
         return Writes(h, v, *decay)
+
+    def read_scale(self, has_gap: bool) -> Float[Array, " F"]:
+        is_convolved = self.settings.has_activation_conv
+        return self.own_tap("activation_conv") if is_convolved else jnp.ones(self.config.hidden_dim)
 
     def operands(self, convolved: Writes) -> tuple[Float[Array, "B C L F"], Writes]:
         h, v, *decay = convolved
