@@ -42,8 +42,7 @@ def keep(run, folder: str, book: str) -> None:
 
 def answer(run, folders: list[str], question: str) -> str:
     """The text after a question, from the sum of the memories."""
-    model = inference_model(run.model)
-    begin = time.perf_counter()
+    model, begin = inference_model(run.model), time.perf_counter()
     first, *others = (load_memory(folder, model) for folder in folders)
     memory = sum(others, first)
     print(f"{memory.tokens_read:,} tokens remembered in {time.perf_counter() - begin:.2f} s")
