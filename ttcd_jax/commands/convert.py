@@ -153,9 +153,8 @@ def _export(run_dir: str, folder: Path) -> None:
     from ttcd_jax.interop.weight_files import write_safetensors
     from ttcd_jax.run.export import exported_run
 
-    tensors, files, step = exported_run(
-        run_dir, FLAGS.format, FLAGS.step, FLAGS.dtype, FLAGS.memory
-    )
+    options = (FLAGS[name].value for name in ("format", "step", "dtype", "memory"))
+    tensors, files, step = exported_run(run_dir, *options)
     with whole_folder(folder) as unfinished:
         write_safetensors(unfinished, tensors)
         for name, content in files.items():

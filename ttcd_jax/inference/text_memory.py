@@ -14,7 +14,7 @@ lowest layer with a memory (a higher one reads what a lower one answers, and so 
                  order matters, and S(a) + S(b) is exact for keys that are orthogonal alone
 
 Where b begins inside a chunk its convolutions, which see the tokens of their chunk, are cut at
-other tokens. A memory of a row of several documents is that of the last one.
+other tokens.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from jaxtyping import Array, Float
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.inference.prefill import prefill
-from ttcd_jax.inference.sealed import Facts, Sealed, model_facts, other_model
+from ttcd_jax.inference.saved_state import Facts, Sealed, model_facts, other_model
 from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.memory.pieces import OpenChunk
 from ttcd_jax.memory.prefix import SumMemory

@@ -352,7 +352,9 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         raise UserError(f"{type(self).__name__} does not say by what it reads its memory")
 
     def own_tap(self, name: str) -> Float[Array, " F"]:
-        """`read_scale` of features after the convolution `name`."""
+        """`read_scale` of features after the convolution `name`, if there is one."""
+        if not hasattr(self, name):
+            return jnp.ones(self.config.hidden_dim)
         taps = getattr(self, name)[...]
         here = jnp.argmax(jnp.abs(identity_taps(self.settings, 1))[:, 0])
         if jnp.any(taps.at[here].set(0)):

@@ -12,7 +12,6 @@ later chunks read the writes of a chunk; a symmetric activation convolution woul
 import dataclasses
 from typing import ClassVar, Literal
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 from ttcd_kernels.normalize import l2_normalize
@@ -103,8 +102,7 @@ class IPTTTMLP(InPlaceMLP[Writes, Writes], config=IPTTTConfig):
         return Writes(h, v, *decay)
 
     def read_scale(self, has_gap: bool) -> Float[Array, " F"]:
-        is_convolved = self.settings.has_activation_conv
-        return self.own_tap("activation_conv") if is_convolved else jnp.ones(self.config.hidden_dim)
+        return self.own_tap("activation_conv")
 
     def operands(self, convolved: Writes) -> tuple[Float[Array, "B C L F"], Writes]:
         h, v, *decay = convolved

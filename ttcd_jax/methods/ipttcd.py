@@ -230,11 +230,9 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
         if source == "student" and has_gap:
             raise UserError(
                 "output 'student' reads the features of a stream under a second window, and a "
-                "plain model has one: train with output 'teacher' or 'teacher_raw'"
+                "plain model has one: train with output 'teacher_raw'"
             )
-        if is_raw or not getattr(self.settings, f"has_{source}_conv"):
-            return jnp.ones(self.config.hidden_dim)
-        return self.own_tap(f"{source}_conv")
+        return jnp.ones(self.config.hidden_dim) if is_raw else self.own_tap(f"{source}_conv")
 
     def views(self, convolved: Convolved) -> Views:
         # Keys may be normalized, so the student's features are z_target less the difference.
