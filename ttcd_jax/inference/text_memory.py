@@ -21,7 +21,7 @@ import dataclasses
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -192,5 +192,5 @@ def _layers(model: InferenceModel) -> dict[str, tuple[int, str, InPlaceMLP]]:
 @jax.jit
 def _written(model: InferenceModel, state: InferenceState) -> dict[str, Float[Array, "B F D"]]:
     found = _layers(model).items()
-    count, layers = state.position - state.chunk_start, state.layers
+    count, layers = state.position - state.chunk_start, cast(Any, state.layers)
     return {x: mlp.written(layers[i][key], count) for x, (i, key, mlp) in found}
