@@ -41,11 +41,7 @@ def main(argv: list[str]) -> None:
         head = {"command": cli.command_line("memories"), "commit": machine["commit"] or "unknown"}
         seeds = {RunDirectory(run_dir).read_config()["seed"] for run_dir in FLAGS.run_dir}
         head |= {"device": f"{machine['cpu_count']} x {machine['device']}", "seeds": sorted(seeds)}
-        head |= {
-            "device": device,
-            "seeds": sorted(seeds),
-            "on": f"{_ASKED} facts of each of {FLAGS.num_rows} rows",
-        }
+        head["on"] = f"{_ASKED} facts of each of {_ROWS} rows"
         write_whole(Path(FLAGS.output), "".join(f"{json.dumps(x)}\n" for x in (head, *rows)))
 
 
