@@ -5,6 +5,7 @@
 # make transformers            exports are tested with transformers, old and new
 # make continued BOOKS=FOLDER  a checkpoint gets a memory: a proof at small scale
 # make pages                   tables and pictures of the pages, from experiments/records
+# make docs                    the site of pages, fields, commands and API, in build/site
 # make wheel                   the packages ttcd-jax and ttcd-kernels, in dist/
 # make ends                    both in fresh environments, beside the oldest and the newest of what they need
 
@@ -18,7 +19,7 @@ FAR := $(if $(STEPS),,,4096,16384)
 LAUNCH := $(PYTHON) -m experiments.launch $(SHORT)
 EVALUATE := $(PYTHON) -m experiments.evaluate
 
-.PHONY: help quickstart smollm2 stream continued pages transformers test lint wheel ends image
+.PHONY: help quickstart smollm2 stream continued pages docs transformers test lint wheel ends image
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -109,6 +110,9 @@ continued: .venv ## train a base, export and import it, continue at 8 times its 
 pages: .venv ## draw the tables and pictures of README, RESULTS and docs from experiments/records
 	$(PYTHON) -m experiments.pages
 
+docs: .venv .venv/docs ## the site of pages, fields, commands and API, in build/site
+	$(PYTHON) -m sphinx -qWn --keep-going -b html -c docs . build/site
+
 # JAX's CUDA compiler, which tests the Hopper kernel without a GPU. In a folder outside the packages:
 # among them it would warn of the missing GPU at every import.
 .venv/hopper: | .venv
@@ -116,8 +120,8 @@ pages: .venv ## draw the tables and pictures of README, RESULTS and docs from ex
 	  jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
 	@touch $@
 
-# What the quickstart does without: lm-evaluation-harness, Triton, pytest, W&B.
-.venv/harness .venv/test: .venv/%: requirements-%.txt | .venv
+# What the quickstart does without: lm-evaluation-harness, Triton, pytest, W&B, Sphinx.
+.venv/harness .venv/test .venv/docs: .venv/%: requirements-%.txt | .venv
 	@$(PYTHON) $(PIP) --no-deps -r $<
 	@touch $@
 
@@ -134,7 +138,7 @@ transformers: $(TRIED:%=.venv/transformers/%) ## torch, and the versions of tran
 	@rm -rf $@.new
 	@$|/bin/python $(PIP) --target $@.new transformers==$* && mv $@.new $@
 
-test: .venv .venv/test .venv/hopper .venv/harness .venv/smollm2 ## the whole test suite, on two workers
+test: .venv .venv/test .venv/docs .venv/hopper .venv/harness .venv/smollm2 ## the whole test suite, on two workers
 	$(PYTHON) -m pytest -n 2 --dist=worksteal
 
 wheel: .venv ## the wheels of ttcd-jax and ttcd-kernels, into dist/

@@ -1,4 +1,4 @@
-"""docs/extending.md: its modules are written and its commands run, at tiny sizes."""
+"""docs/extending.md and its second page: their modules are written, their commands run, at tiny sizes."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from ttcd_jax.registry import Registry, check_imported
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.train.metrics import RESERVED
 
-PAGE = (ROOT / "docs/extending.md").read_text()
+PAGE = "".join((ROOT / f"docs/{x}.md").read_text() for x in ("extending", "extending_training"))
 BLOCKS = re.findall(r"```(python|gin)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)
 LINES = [x for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for x in block.splitlines()]
 SMALL = [x for x in (*BINDINGS, *RECALL) if not x.startswith(("MemoryConfig", "STEPS"))]

@@ -48,15 +48,16 @@ Place = Annotated[str | None, IN_BUCKET]
 DISTINCT = Bound("one or more, none twice", lambda values: 0 < len(values) == len(set(values)))
 
 
-def _describe(hint: Any) -> str:
+def describe(hint: Any) -> str:
+    """A type as messages and pages show it, without bounds."""
     if get_origin(hint) is Annotated:
-        return _describe(get_args(hint)[0])
+        return describe(get_args(hint)[0])
     if get_origin(hint) is Literal:
         return " | ".join(repr(choice) for choice in get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
-        return " | ".join(_describe(option) for option in get_args(hint))
+        return " | ".join(describe(option) for option in get_args(hint))
     if get_origin(hint) is tuple:
-        items = ("..." if item is ... else _describe(item) for item in get_args(hint))
+        items = ("..." if item is ... else describe(item) for item in get_args(hint))
         return f"tuple[{', '.join(items)}]"
     return hint.__name__ if isinstance(hint, type) else str(hint)
 
@@ -157,7 +158,7 @@ class Config:
                 object.__setattr__(self, field.name, value)
             if (problem := _problem(value, hint)) == "":
                 found = f"{value!r} ({type(value).__name__})"
-                raise UserError(f"{name} must be {_describe(hint)}, got {found}")
+                raise UserError(f"{name} must be {describe(hint)}, got {found}")
             in_bucket = IN_BUCKET in getattr(hint, "__metadata__", ())
             for text in value if isinstance(value, tuple) else (value,):
                 if isinstance(text, str):
@@ -213,7 +214,7 @@ def read_fields[T](kind: type[T], found: Any) -> T:
         raise ValueError(str(error)) from error
     for name, hint in hints.items():
         if _problem(value := getattr(values, name), hint) == "":
-            raise ValueError(f"{kind.__name__}.{name} must be {_describe(hint)}, got {value!r}")
+            raise ValueError(f"{kind.__name__}.{name} must be {describe(hint)}, got {value!r}")
     return values
 
 
@@ -253,4 +254,4 @@ def _revive(value: Any, hint: Any) -> Any:
     for cls in classes:
         if cls.__name__ == name:
             return cls.from_dict(value)
-    raise UserError(f"no configuration class {name!r} is allowed here ({_describe(hint)})")
+    raise UserError(f"no configuration class {name!r} is allowed here ({describe(hint)})")

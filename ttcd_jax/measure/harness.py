@@ -46,7 +46,7 @@ _of_harness = lm_eval.evaluator.evaluate
 # them, which takes seconds.
 _FOLDERS = [Path(lm_eval.tasks.__file__).with_name(x) for x in ("hellaswag", "arc", "mmlu")]
 _REMEDY = (
-    ": its data are files of --data=FOLDER (docs/evaluation.md), or in datasets' cache; RULER and "
+    ": its data are files of --data=FOLDER (docs/benchmarks.md), or in datasets' cache; RULER and "
     "BABILong are measured by evaluate --task=ruler, evaluate --task=babilong --form=harness"
 )
 # Settings of other libraries that change nothing at these values.

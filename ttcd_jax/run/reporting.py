@@ -96,7 +96,7 @@ def reporter(
 
 _QUIETER = (
     "lower eta of the memory's settings or the rate of its layers (OptimizerConfig.rates), or set "
-    "corrects_errors where there is one (docs/memory.md)"
+    "corrects_errors where there is one (docs/loudness.md)"
 )
 _NO_GAP = (
     "this memory stores hardly anything that the windows make: it is no context distillation; see "

@@ -38,7 +38,7 @@ class Harness(Task[Any, Score]):
 
     `tasks`: names of tasks, groups and tags, also several separated by commas. `data`: a folder
     with hellaswag.jsonl, arc_easy.jsonl, arc_challenge.jsonl, mmlu_test.jsonl, mmlu_dev.jsonl
-    (docs/evaluation.md). `include_path`: a folder of YAML files that define more tasks, and may run
+    (docs/benchmarks.md). `include_path`: a folder of YAML files that define more tasks, and may run
     Python. `limit`: the first items of every task, or a share of them. `num_fewshot`: examples
     before a question; None: as the task says.
     """
