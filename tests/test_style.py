@@ -31,7 +31,7 @@ MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 60, 150
 # Who may import whom, within the project: a folder itself and those before it, besides what is low.
 ORDER = (
     *("sharding", "nn", "memory", "methods", "models", "train", "inference", "measure", "tasks"),
-    *("interop", "run", "commands"),
+    *("inspection", "interop", "run", "commands"),
 )
 LOW = (
     *("ttcd_jax.allocation", "ttcd_jax.axes", "ttcd_jax.config", "ttcd_jax.errors"),

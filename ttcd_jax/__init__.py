@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ttcd_jax.data.sources import BatchesConfig as BatchesConfig
+    from ttcd_jax.inspection.inspection import inspect as inspect
     from ttcd_jax.methods.ipttcd import IPTTCDMLP as IPTTCDMLP
     from ttcd_jax.methods.ipttcd import IPTTCDBlock as IPTTCDBlock
     from ttcd_jax.methods.ipttcd import IPTTCDBlockConfig as IPTTCDBlockConfig
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "data.sources": "BatchesConfig",
+    "inspection.inspection": "inspect",
     "methods.ipttcd": "IPTTCDMLP IPTTCDBlock IPTTCDBlockConfig IPTTCDConfig MemoryConfig",
     "models.config": "TransformerConfig",
     "models.transformer": "Transformer",

@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "launch": ("launch", (), "train a model by a recipe; the same command resumes the run"),
     "plan": ("launch", ("--dry_run",), "parameters, bytes, FLOPs and time of a run, before it"),
     "evaluate": ("evaluate", (), "measure a run: perplexity, RULER, needles and other tasks"),
+    "inspect": ("inspect_text", (), "look at the memories of a run while it reads a text"),
     "report": ("report", (), "one HTML page of several runs, and their tables"),
     "generate": ("generate", (), "text after prompts, answers to messages"),
     "convert": ("convert", (), "import and export: Hugging Face, GGUF, the authors' checkpoints"),

@@ -15,7 +15,14 @@ from jaxtyping import Array, Float, Int
 from ttcd_jax.axes import param
 from ttcd_jax.config import NonNegativeFloat, Positive, PositiveFloat
 from ttcd_jax.errors import UserError
-from ttcd_jax.memory.chunks import chunk_segments, from_chunks, masked, memory_mask, to_chunks
+from ttcd_jax.memory.chunks import (
+    MemoryMask,
+    chunk_segments,
+    from_chunks,
+    masked,
+    memory_mask,
+    to_chunks,
+)
 from ttcd_jax.memory.distillation import Distillation, distances
 from ttcd_jax.memory.pieces import OpenChunk, inside_open_chunk, over_piece, start_pieces
 from ttcd_jax.memory.prefix import Form, PrefixMemory, PrefixOptions
@@ -26,7 +33,7 @@ from ttcd_jax.methods.registry import Settings
 from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig, check_hidden
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
 from ttcd_jax.nn.product import product, weight_product
-from ttcd_jax.nn.row import Control, Hidden, Piece, Row, after_tail, next_tail, zero_padding
+from ttcd_jax.nn.row import Control, Hidden, Part, Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.precision import Precision
 
 type Tree = tuple[Any, ...]  # a NamedTuple of arrays by token, or None
@@ -174,6 +181,19 @@ class InPlaceState(NamedTuple):
         return {"memory": self.chunks.memory, "open chunk": (self.chunks.open, self.tail)}
 
 
+class Operands(NamedTuple):
+    """What a memory is read and written by in a part of a row, by chunk."""
+
+    reads: Float[Array, "B C L X"]
+    writes: Any  # `memory.prefix.Writes` of methods that store keys
+    gate: Float[Array, "B C L"] | None  # beta; None without one
+    # |e - e'|^2 of the errors e, with e' those of equal windows; None without a teacher
+    window_squares: Float[Array, "B C L"] | None
+    mask: MemoryMask
+    segments: Int[Array, "B C L"] | None
+    state: Any  # of the memory after the part
+
+
 class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     """(x, t) [B, T, D] -> y [B, T, D], any T: x is read through the memory in the down projection.
     A method defines t (`source`) and its writes by four functions that whole rows and pieces share:
@@ -197,9 +217,9 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
 
     def forward(
         self, x: Hidden, row: Row, student: Hidden | None = None
-    ) -> tuple[Hidden, MemoryStats | Distillation]:
+    ) -> tuple[Hidden, MemoryStats | Distillation | Operands]:
         t = self.source(x, row, student)
-        options = {"measures": row.measures is True, "control": row.control}
+        options = {"measures": row.measures is True, "control": row.control, "part": row.part}
         return self.remember(x, t, row.segment_ids, **options)
 
     def remember(
@@ -210,9 +230,11 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         *,
         measures: bool = False,
         control: Control | None = None,
-    ) -> tuple[Hidden, MemoryStats | Distillation]:
+        part: Part | None = None,
+    ) -> tuple[Hidden, MemoryStats | Distillation | Operands]:
         """(y, statistics of the memory at the end of the row), for any t; with `measures` the
-        distances of every token instead of the statistics. A `control` changes what is written."""
+        distances of every token instead of the statistics, of a `part` of a row its operands. A
+        `control` changes what is written."""
         settings, length = self.settings, x.shape[1]
         check_parts(length, settings.chunk_size)
         tokens, ids = self.tokens(x, t), segment_ids if settings.resets_at_document else None
@@ -222,6 +244,16 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         reads, writes = self.operands(convolved)
         writes = controlled(writes, control)
         memory = self.memory(reads.shape[1] * settings.chunk_size)
+        if part is not None:
+            document = None if ids is None else part.previous_segment
+            prepared = memory.prepared(
+                reads, writes, segments, length=length, previous_segment=document
+            )
+            y, end = memory.row(prepared, part.state)
+            squares = self._window_squares(convolved, writes, segments)
+            beta = getattr(chunks, "beta", None)
+            found = Operands(reads, writes, beta, squares, prepared.mask, segments, end)
+            return from_chunks(y, length), found
         y, size = over_rows(memory, reads, writes, segments, length=length, reports_size=True)
         assert size is not None
         if y.shape != (wanted := (*reads.shape[:3], x.shape[-1])):
@@ -270,6 +302,16 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         errors, left = (masked(x.errors.astype(jnp.float32), mask) for x in (writes, free))
         squares = jnp.sum(errors**2)
         return jnp.sum((errors - left) ** 2) / jnp.where(squares > 0, squares, 1)
+
+    def _window_squares(
+        self, convolved: Convolved, writes: Any, segments: Int[Array, "B C L"] | None
+    ) -> Float[Array, "B C L"] | None:
+        """`Operands.window_squares`."""
+        if not self.has_teacher:
+            return None
+        free, errors = self.without_gap(convolved, segments), writes.errors
+        left = errors if free is None else errors - free.errors
+        return jnp.sum(left.astype(jnp.float32) ** 2, axis=-1)
 
     def _stats(self, size: Float[Array, " B"], beta: Float[Array, "B T"] | None) -> MemoryStats:
         """`size`: |S|_F, of the sum without eta."""

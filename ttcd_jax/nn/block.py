@@ -257,19 +257,21 @@ class Block(Configured):
         if not h.size:
             return h, None
         for name in self.config.order:
-            x, t = self._normed(name, *streams)
-            y, layer_stats = getattr(self, name).forward(x, row._replace(streams=streams), t)
-            streams = _added(*streams, y)
+            streams, layer_stats = self.step(name, streams, row)
             stats = stats if layer_stats is None else layer_stats
         return _joined(streams, self.config.stops_teacher), stats
+
+    def step(self, name: str, streams: Streams, row: Row) -> tuple[Streams, Report]:
+        """(the residual streams after sub-layer `name`, the report of its memory)."""
+        x, t = self._normed(name, *streams)
+        y, report = getattr(self, name).forward(x, row._replace(streams=streams), t)
+        return _added(*streams, y), report
 
     def inputs(self, name: str, h: Joined, row: Row) -> tuple[Hidden, Hidden | None]:
         """The inputs of sub-layer `name`: (normed hidden states, those of a student)."""
         streams = self._streams(h)
         for before in itertools.takewhile(lambda other: other != name, self.config.order):
-            x, t = self._normed(before, *streams)
-            y, _ = getattr(self, before).forward(x, row._replace(streams=streams), t)
-            streams = _added(*streams, y)
+            streams, _ = self.step(before, streams, row)
         return self._normed(name, *streams)
 
     def start(self, batch_size: int, max_length: int | None) -> dict[str, LayerState]:

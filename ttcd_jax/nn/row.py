@@ -37,6 +37,14 @@ def check_array(owner: str, name: str, x: Any, kind: str, *shape: int | str) -> 
         raise UserError(f"{name} {verb} {got}: {owner} needs {kind} [{sizes}]")
 
 
+class Part(NamedTuple):
+    """What a memory goes on from in a part of a row, whole chunks of it except at the row's end:
+    its state before the part (None: the start), and the document of the token before it."""
+
+    state: Any = None
+    previous_segment: Int[Array, " B"] | None = None
+
+
 class Row(NamedTuple):
     """Whole rows, several documents packed into each."""
 
@@ -49,6 +57,8 @@ class Row(NamedTuple):
     measures: Literal[True] | None = None
     control: Control | None = None  # likewise
     streams: Streams | None = None  # before the sub-layer that is given this row
+    # A part of a row: `forward` of a memory in place returns its `methods.in_place.Operands`.
+    part: Part | None = None
 
     @classmethod
     def of(

@@ -74,20 +74,10 @@ class Controls(FirstTokens[ControlLoss]):
         """The names of the controls. Raises `UserError` where a model cannot have one."""
         if not models.has_in_place_memory(config):
             raise UserError(f"method {config.method!r} has no in-place memory to be controlled")
-        settings = config.settings
-        assert isinstance(settings, InPlaceSettings)
-        has_keys = settings.stores_keys and settings.chunk_size > 1
-        has_writes = any(block.write_param for block in models.block_configs(config))
-        lacks = {
-            "layers": "" if has_writes else "no parameter P, in which writes are linear",
-            "shuffled": "" if has_keys else "no keys, several to a chunk",
-            "no_gap": "" if models.layers_with_teacher(config) else "no teacher",
-        }
         for name in self.controls:
-            if what := lacks.get(name):
-                raise UserError(f"method {config.method!r} cannot have control {name!r}: {what}")
-        wanted = self.controls or get_args(Name)
-        return [name for name in get_args(Name) if name in wanted and not lacks.get(name)]
+            check_control(config, name)
+        wanted, lacking = self.controls or get_args(Name), lacks(config)
+        return [name for name in get_args(Name) if name in wanted and not lacking.get(name)]
 
     def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> list[ControlLoss]:
         records, documents = [], rows.documents
@@ -155,3 +145,22 @@ class Controls(FirstTokens[ControlLoss]):
         trained = ([x for x in records if x.control == TRAINED] for records in seeds)
         base = [[x._replace(control=name) for name in names for x in found] for found in trained]
         return means_over_seeds(others, lambda x: x.control, base)
+
+
+def check_control(config: models.TransformerConfig, name: str) -> None:
+    """Raises `UserError` for a control that a model with an in-place memory cannot have."""
+    if what := lacks(config).get(name):
+        raise UserError(f"method {config.method!r} cannot have control {name!r}: {what}")
+
+
+def lacks(config: models.TransformerConfig) -> dict[str, str]:
+    """Of every control what a model with an in-place memory lacks for it."""
+    settings = config.settings
+    assert isinstance(settings, InPlaceSettings)
+    has_keys = settings.stores_keys and settings.chunk_size > 1
+    has_writes = any(block.write_param for block in models.block_configs(config))
+    return {
+        "layers": "" if has_writes else "no parameter P, in which writes are linear",
+        "shuffled": "" if has_keys else "no keys, several to a chunk",
+        "no_gap": "" if models.layers_with_teacher(config) else "no teacher",
+    }

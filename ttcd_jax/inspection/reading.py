@@ -1,0 +1,127 @@
+"""A model read layer after layer: the operands of its memories, and the loss of every token.
+
+Attention sees whole rows; MLPs and memories see parts of about 1,024 tokens, whole chunks, each
+going on from the state after the one before: arrays of the width F exist for a part at a time. A
+program is compiled for every kind of block, not for every model: controls use the same ones.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from ttcd_jax.errors import UserError
+from ttcd_jax.inference.decode import head_weight
+from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.memory.prefix import PrefixMemory, SumMemory
+from ttcd_jax.memory.running import CorrectingMemory
+from ttcd_jax.methods.in_place import Operands
+from ttcd_jax.models.config import has_in_place_memory, memory_chunk, switched_off
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.linear import rms_norm
+from ttcd_jax.nn.row import Control, Part, Row
+from ttcd_jax.train.loss import token_scores
+
+PART = 1024  # tokens, or a longer chunk
+
+
+def memories(model: InferenceModel) -> dict[int, SumMemory]:
+    """The memories by their layers. Raises `UserError` for a model without, and for a memory of
+    which no token can be said to have written what another one reads."""
+    config, found = model.config, {}
+    if not has_in_place_memory(config):
+        raise UserError(
+            f"method {config.method!r} has no in-place memory to look at: take a run of ipttcd, "
+            "ipttt or ipttcd_stream, or give one of full attention a memory of its stream "
+            "(ttcd_jax.inspection.with_stream_memory, --stream_window)"
+        )
+    for layer, (graph, params) in enumerate(zip(model.blocks, model.layers, strict=True)):
+        block = nnx.merge(graph, params)
+        if block.config.is_in_place:
+            memory = block.mlp.memory(block.mlp.settings.chunk_size)
+            is_linear = isinstance(memory, PrefixMemory) and not memory.options.orthogonalizes
+            if not (is_linear or isinstance(memory, CorrectingMemory)) or config.settings.is_frozen:
+                raise UserError(
+                    f"method {config.method!r} with a {type(memory).__name__} of these settings: "
+                    "what a token reads there is no sum of errors that others stored under keys; "
+                    "inspect looks at sums and at the delta rule"
+                )
+            found[layer] = memory
+    return found
+
+
+def changed(model: InferenceModel, config: Any) -> InferenceModel:
+    """The model of the same parameters by another configuration."""
+    other = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
+    return dataclasses.replace(model, config=config, blocks=other.blocks)
+
+
+def without(model: InferenceModel, layers: Collection[int], length: int) -> InferenceModel:
+    """The model whose memories in `layers` are not read in rows of `length` tokens."""
+    off = switched_off(model.config, length)
+    assert off is not None, "an in-place memory has a rate"
+    pairs = enumerate(zip(model.blocks, changed(model, off).blocks, strict=True))
+    blocks = tuple(other if i in layers else own for i, (own, other) in pairs)
+    return dataclasses.replace(model, blocks=blocks)
+
+
+def read_row(
+    model: InferenceModel,
+    tokens: Int[np.ndarray, "B T"],
+    segments: Int[np.ndarray, " T"] | None = None,
+    *,
+    control: Control | None = None,
+    layers: Collection[int] = (),
+) -> tuple[np.ndarray, dict[int, list[Operands]]]:
+    """(nats of tokens 1 .. T - 1 of the first row [T - 1], the operands of its memories in
+    `layers`, numpy by part); `segments` are those of every row."""
+    chunk = memory_chunk(model.config)
+    assert chunk is not None
+    size, length = chunk * max(1, PART // chunk), tokens.shape[1]
+    parts = [np.s_[:, i : i + size] for i in range(0, length, size)]
+    embedded = _embedded(model, jnp.asarray(tokens))
+    ids = None if segments is None else jnp.tile(segments, (len(tokens), 1))
+    row = Row.of(embedded, None, ids, embedded)
+    cuts = [jax.tree.map(lambda x, cut=cut: x[cut], row) for cut in parts]
+    streams, found = (embedded, None), {}
+    for layer, (graph, params) in enumerate(zip(model.blocks, model.layers, strict=True)):
+        block = nnx.merge(graph, params)
+        streams, _ = _step(block, "mixer", None, streams, row)
+        part, after = Part(), []
+        for cut, own in zip(parts, cuts, strict=True):
+            before = jax.tree.map(lambda x, cut=cut: x[cut], streams)
+            own = own._replace(part=part if block.config.is_in_place else None)
+            part_streams, report = _step(block, "mlp", control, before, own)
+            after.append(part_streams)
+            if isinstance(report, Operands):
+                last = None if own.segment_ids is None else own.segment_ids[:, -1]
+                part = Part(report.state, last)
+                if layer in layers:
+                    kept = jax.tree.map(lambda x: x[:1], report._replace(state=None))
+                    found.setdefault(layer, []).append(jax.device_get(kept))
+        streams = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *after)
+    targets = jnp.asarray(np.roll(tokens[:1], -1, axis=1))
+    losses = (_nats(model, streams[0][:1][cut], targets[cut]) for cut in parts)
+    return np.concatenate([*map(np.asarray, losses)])[:-1], found
+
+
+@jax.jit
+def _embedded(model: InferenceModel, tokens: jax.Array) -> jax.Array:
+    return model.embedding[...].astype(model.config.precision.compute_dtype)[tokens]
+
+
+@functools.partial(nnx.jit, static_argnums=(1, 2))
+def _step(block: Any, name: str, control: Control | None, streams: Any, row: Row) -> Any:
+    return block.step(name, streams, row._replace(control=control))
+
+
+@jax.jit
+def _nats(model: InferenceModel, h: Array, targets: Array) -> Array:
+    hidden = rms_norm(h, model.final_norm[...], model.config.norm_eps)
+    return token_scores(hidden, head_weight(model), targets)[0][0]
