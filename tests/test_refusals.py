@@ -253,6 +253,12 @@ LINES = [
     (f"{GENERATE} --prompt_file=- --prompt_file=-", 2, "standard input is read once"),
     (f"{GENERATE} --prompt_file=- --load_state=x --max_length=9", 2, "--load_state has its own"),
     (f"{GENERATE} --prompt_file=- --save_state=tests", 2, "tests exists and is not an empty fol"),
+    (
+        f"{GENERATE} --prompt_file=- --load_memory=x --load_state=y",
+        2,
+        "--load_memory begins a te",
+    ),
+    (f"{GENERATE} --prompt_file=- --prompt_file=BOOK --save_memory=x", 2, "memory of one text"),
     (f"{GENERATE} --prompt_file=- --output=FOLDER", 2, "--output=FOLDER must be a file in a fold"),
     (f"{GENERATE} --prompt_file=- --output=FOLDER/absent/x", 2, "must be a file in a fold"),
     (f"{GENERATE} --prompt_file=- --temperature=-1", 2, "temperature -1.0 must be 0 or more"),

@@ -1,5 +1,6 @@
 """The examples, as their readers run them, and what they may get wrong; the trained model."""
 
+import io
 import re
 import runpy
 import shutil
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import refused
-from small_models import RECALL
+from small_models import RECALL, byte_model
+from tiny_run import save_text_model
 
 from ttcd_jax import RunConfig, load_run, train_run
 from ttcd_jax.errors import DataError
@@ -120,6 +122,18 @@ def test_an_own_loop_decodes_as_one_pass(run):
     found = run("your_decode_loop")
     np.testing.assert_array_equal(found["found"], found["whole"])
     assert len({*np.asarray(found["found"]).ravel().tolist()}) > 4, "a constant would pass"
+
+
+def test_a_book_is_read_once_and_two_are_asked_together(run, tmp_path, capsys, monkeypatch):
+    save_text_model(run_dir := tmp_path / "run", byte_model())
+    kept = [tmp_path / name for name in ("one", "two")]
+    for folder, book in zip(kept, ("LICENSE", "Makefile"), strict=True):
+        run("book_memory", run_dir, folder, ROOT / book)
+    assert re.search(r"memory [\d,]+ bytes, state [\d,]+ bytes", capsys.readouterr().out)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who may copy it?\n"))
+    run("book_memory", run_dir, *kept)
+    length = sum((ROOT / x).stat().st_size + 1 for x in ("LICENSE", "Makefile"))
+    assert f"{length:,} tokens remembered in" in capsys.readouterr().out
 
 
 def test_kernels_alone(run):

@@ -6,11 +6,24 @@ import re
 import commands
 import numpy as np
 import pytest
+from checks import assert_same
+from flax import nnx
 from small_models import byte_model
 from tiny_run import save_text_model
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
+from ttcd_jax.inference import (
+    Generation,
+    Request,
+    dense,
+    inference_model,
+    load_memory,
+    start_from,
+)
+from ttcd_jax.interop.hugging_face import open_hugging_face
 from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.run.directory import load_run
+from ttcd_jax.train.layers_on_disk import by_name, unstacked
 
 MODEL = byte_model(window=16, student_window=8, memory=MemoryConfig(chunk_size=16))
 MODEL = MODEL.replace(has_tied_head=False, init_std=0.5)
@@ -91,6 +104,38 @@ def test_a_kept_state_is_asked_by_file_and_from_standard_input(run, place, first
     line = ("generate", f"--run_dir={place / 'run'}", base[0], "--prompt_file=-")
     question = f"--prompt_file={place / 'question.txt'}"
     assert "has 1 rows, and there are 2 prompts" in commands.refused(*line, question, input="Who")
+
+
+def test_a_memory_is_kept_asked_and_written_into_a_plain_model(place, tmp_path):
+    """From process to process: a loud memory, whose sum with itself is another text."""
+    memory = MemoryConfig(chunk_size=4, output="teacher_raw", eta=50.0)
+    save_text_model(run_dir := tmp_path / "run", byte_model(memory=memory, init_std=0.5))
+    line = ("generate", f"--run_dir={run_dir}", "--max_new_tokens=12")
+    book, question = (f"--prompt_file={place / name}.txt" for name in ("book", "question"))
+    kept = tmp_path / "memory"
+    result = commands.run(*line, book, "--max_new_tokens=0", f"--save_memory={kept}")
+    assert f"memory saved in {kept}: 256 B" in result.stderr
+    run, flag = load_run(run_dir), f"--load_memory={kept}"
+    model, tokens = inference_model(run.model), run.tokenizer.encode("Who")
+    memory = load_memory(kept, model)
+    twice = commands.run(*line, question, flag, flag, f"--output={tmp_path / 'x.json'}")
+    assert "a memory of 66 tokens" in twice.stderr
+    (text,) = json.loads((tmp_path / "x.json").read_text())["texts"]
+    found = {}
+    for name, state in (("twice", start_from(model, [2 * memory])), ("never", None)):
+        request = Request(tokens=tokens, max_new_tokens=12)
+        found[name] = [x.token for x in Generation(model, run.tokenizer, [request], state=state)]
+    assert text["tokens"] == found["twice"] != found["never"]
+    export = ("convert", "export", "--format=huggingface", f"--memory={kept}")
+    commands.output(*export, run_dir, folder := tmp_path / "plain")
+    assert "| tokens of texts in the down projections | 33 |" in (folder / "README.md").read_text()
+    assert not (folder / "modeling_ttcd.py").exists()
+    leaves, config, _ = open_hugging_face(folder)
+    assert config.method == "swa"
+    read = {name: leaf.read() for name, leaf in by_name(leaves).items()}
+    plain = dense(run.model, memory)
+    theirs = by_name(nnx.to_pure_dict(nnx.state(plain, nnx.Param)))
+    assert_same(read, unstacked(plain.config, theirs))
 
 
 def test_the_commands_of_the_page_run(place, tmp_path):

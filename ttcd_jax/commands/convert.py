@@ -4,7 +4,7 @@ exports to the first and the last.
     ttcd convert import --format=huggingface|gguf|reference PATH RUN_DIR
                  [--tokenizer=byte|none|FILE.json]
     ttcd convert export --format=huggingface|reference RUN_DIR PATH
-                 [--step=N] [--dtype=float32|bfloat16|float16]
+                 [--step=N] [--dtype=float32|bfloat16|float16] [--memory=MEMORY]
 
 import: PATH is a folder with config.json and weights (.safetensors, one or several; .bin and .pt
 with torch installed), or a weight file next to a config.json. RUN_DIR is written tensor by tensor;
@@ -17,7 +17,8 @@ dequantized to float32; its tokenizer is imported if it is byte-level BPE of the
 
 export: writes such a folder from the newest step of a run whose method the reference, or
 transformers with the code that the folder then has, computes. An imported model is exported bit for
-bit, except with --dtype.
+bit, except with --dtype. --memory: a folder of `ttcd generate --save_memory`, which is written into
+the down projections for good: the export is a plain model.
 """
 
 import contextlib
@@ -49,13 +50,15 @@ _DTYPES = ["float32", "bfloat16", "float16"]
 flags.DEFINE_enum(
     "dtype", None, _DTYPES, "export: of all tensors (default: as imported, or float32)."
 )
+flags.DEFINE_string("memory", None, "export: a memory to write into the weights.")
 
 _SEQ_LEN = 2048  # for a model whose configuration has no length
 
 
 def main(argv: list[str]) -> None:
     _, action, source, destination = argv
-    commands = {"import": (_import, ("step", "dtype")), "export": (_export, ("tokenizer",))}
+    of_export = ("step", "dtype", "memory")
+    commands = {"import": (_import, of_export), "export": (_export, ("tokenizer",))}
     if action not in commands:
         raise UserError(f"{action!r} is neither import nor export")
     command, foreign = commands[action]
@@ -150,7 +153,8 @@ def _export(run_dir: str, folder: Path) -> None:
     from ttcd_jax.interop.weight_files import write_safetensors
     from ttcd_jax.run.export import exported_run
 
-    tensors, files, step = exported_run(run_dir, FLAGS.format, FLAGS.step, FLAGS.dtype)
+    options = (FLAGS[name].value for name in ("format", "step", "dtype", "memory"))
+    tensors, files, step = exported_run(run_dir, *options)
     with whole_folder(folder) as unfinished:
         write_safetensors(unfinished, tensors)
         for name, content in files.items():

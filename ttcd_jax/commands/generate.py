@@ -6,11 +6,15 @@
     ttcd generate --run_dir=DIR --prompt_file=BOOK --max_new_tokens=0
                   --save_state=STATE
     ttcd generate --run_dir=DIR --load_state=STATE --prompt_file=-
+    ttcd generate --run_dir=DIR --prompt_file=BOOK --max_new_tokens=0
+                  --save_memory=MEMORY
+    ttcd generate --run_dir=DIR --load_memory=MEMORY ... --prompt_file=-
 
 The text after a single prompt is printed as it is generated; several prompts form one batch, and
 each text is printed under the name of its file when it is finished. A prompt is the bytes of a
 file; `-` reads standard input. --save_state stores the state after everything read and generated;
---load_state continues from it, with one --prompt_file for each of its rows.
+--load_state continues from it, with one --prompt_file for each of its rows. --save_memory stores
+what the text left in the memory alone; every prompt begins with the sum of those of --load_memory.
 
 --chat: the model answers by the template of its checkpoint. Every --prompt_file is a message;
 without one, every line of standard input is, until an empty one. --special_tokens: in other prompts
@@ -63,13 +67,15 @@ flags.DEFINE_enum(
     "memory",
     None,
     ["kept", "frozen", "published"],
-    "Whether the memory learns while generating too, is only read (ipttcd_stream), or is off as in "
-    "the published code.",
+    "Whether the memory learns while generating too, is only read after the prompt, or is off as "
+    "in the published code.",
 )
 flags.DEFINE_integer("piece_size", None, "Tokens read at once.", lower_bound=1)
 flags.DEFINE_integer("max_length", None, "Full attention: the most tokens a text will ever have.")
 flags.DEFINE_string("save_state", None, "A folder for the state after the texts.")
 flags.DEFINE_string("load_state", None, "The folder of --save_state to continue from.")
+flags.DEFINE_string("save_memory", None, "A folder for what the text left in the memory.")
+flags.DEFINE_multi_string("load_memory", [], "One of --save_memory to begin with; may be repeated.")
 flags.DEFINE_string("output", None, "A file for the texts and their tokens, in JSON.")
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -102,6 +108,12 @@ def main(argv: list[str]) -> None:
     if FLAGS.save_state is not None:
         save_state(folder := storage.to_path(FLAGS.save_state), generation.model, generation.state)
         note(f"saved in {folder.absolute()}: {_tokens_read(generation.state)}")
+    if FLAGS.save_memory is not None:
+        from ttcd_jax.inference.text_memory import memories_of
+
+        (memory,) = memories_of(generation.model, generation.state)
+        memory.save(folder := storage.to_path(FLAGS.save_memory))
+        note(f"memory saved in {folder.absolute()}: {units.size(memory.nbytes)}")
     if FLAGS.output is not None:
         record = {"run_dir": storage.shown(storage.to_path(FLAGS.run_dir)), "step": run.step}
         record |= {"changes": FLAGS.param} if FLAGS.param else {}
@@ -112,12 +124,14 @@ def main(argv: list[str]) -> None:
 
 def _check_flags() -> None:
     file = FLAGS.output and storage.to_path(FLAGS.output)
-    others = ("load_state", "save_state", "output", "special_tokens")
+    others = ("load_state", "save_state", "load_memory", "save_memory", "output", "special_tokens")
     is_idle = not (FLAGS.prompt_file or FLAGS.chat)
     has_others = FLAGS.chat and any(FLAGS[name].value for name in others)
     has_both = FLAGS.load_state is not None and FLAGS.max_length is not None
     is_lost = file and storage.address(file) is None
     is_lost = is_lost and (file.is_dir() or not file.absolute().parent.is_dir())
+    has_two = FLAGS.load_memory and (FLAGS.load_state is not None or FLAGS.memory == "published")
+    is_of_many = FLAGS.save_memory is not None and len(FLAGS.prompt_file) != 1
     texts = f"--{', --'.join(others)} are for texts, not for the conversation of --chat"
     mistakes = {
         "nothing to do: pass --prompt_file=FILE (- is standard input) or --chat": is_idle,
@@ -125,13 +139,16 @@ def _check_flags() -> None:
         "--system is a message of --chat: give both": FLAGS.system is not None and not FLAGS.chat,
         "standard input is read once: by one --prompt_file=-": FLAGS.prompt_file.count("-") > 1,
         "--max_length is for the start of a text: --load_state has its own": has_both,
+        "--load_memory begins a text: leave --load_state and --memory=published out": has_two,
+        "--save_memory is the memory of one text: pass one --prompt_file": is_of_many,
         f"--output={FLAGS.output} must be a file in a folder that exists": is_lost,
     }
     for message, is_made in mistakes.items():
         if is_made:
             raise UserError(message)
-    if FLAGS.save_state is not None:
-        check_unused(storage.to_path(FLAGS.save_state))
+    for folder in (FLAGS.save_state, FLAGS.save_memory):
+        if folder is not None:
+            check_unused(storage.to_path(folder))
 
 
 def _prompt(file: str) -> bytes:
@@ -209,9 +226,15 @@ def _state(model: "InferenceModel", num_rows: int) -> "InferenceState | None":
     """The state that texts continue from; None: the start of a document."""
     from ttcd_jax.inference.saved_state import load_state
     from ttcd_jax.inference.state import start_state
+    from ttcd_jax.inference.text_memory import load_memory, start_from
 
+    length = FLAGS.max_length
+    if FLAGS.load_memory:
+        first, *others = (load_memory(folder, model) for folder in FLAGS.load_memory)
+        memory = sum(others, first)
+        note(f"a memory of {memory.tokens_read:,} tokens")
+        return start_from(model, [memory] * num_rows, max_length=length)
     if FLAGS.load_state is None:
-        length = FLAGS.max_length
         return length and start_state(model, num_rows, max_length=length)
     state = load_state(FLAGS.load_state, model)
     if len(state.position) != num_rows:

@@ -28,6 +28,7 @@ from jaxtyping import Array, Int
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.memory.pieces import OpenChunk
 from ttcd_jax.methods.registry import Settings
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
@@ -101,9 +102,9 @@ def fresh_memories(model: InferenceModel, state: InferenceState) -> InferenceSta
 
 
 def frozen(model: InferenceModel, state: InferenceState) -> tuple[InferenceModel, InferenceState]:
-    """The model that reads what the memories of `state` hold and writes nothing, and the state to
-    go on with: of a memory of the stream the student alone, at the cost of its window. Raises
-    `UserError` for another method."""
+    """The model that reads what the in-place memories of `state` hold and writes nothing, and the
+    state to go on with: of a memory of the stream the student alone, at the cost of its window.
+    What an open chunk has not written yet is lost. Raises `UserError` for another method."""
     config = (model.config.settings or Settings()).frozen(model.config)
     other = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
     blocks = zip(map(nnx.merge, model.blocks, model.layers), state.layers, strict=True)
@@ -113,6 +114,12 @@ def frozen(model: InferenceModel, state: InferenceState) -> tuple[InferenceModel
     )
     model = dataclasses.replace(model, config=config, blocks=other.blocks)
     return model, state._replace(layers=layers)
+
+
+def is_frozen(state: InferenceState) -> bool:
+    """Whether nothing is written to the in-place memories, of which there are some."""
+    nodes = jax.tree.leaves(state.layers, is_leaf=lambda node: isinstance(node, OpenChunk))
+    return any(isinstance(node, OpenChunk) and node.open is None for node in nodes)
 
 
 def state_axes(state: InferenceState) -> InferenceState:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from ttcd_jax.memory.chunks import MemoryMask, from_chunks, to_chunks
 from ttcd_jax.memory.protocol import ChunkedMemory, Chunks
@@ -84,6 +84,15 @@ def over_piece[W, S](
     offsets = chunk_size * jnp.arange(length // chunk_size)
     state, y = jax.lax.scan(one_chunk, state, (*chunks, offsets))
     return from_chunks(jnp.moveaxis(y, 0, 1), length), state
+
+
+def closed[W, S](memory: ChunkedMemory[W, S], state: OpenChunk[W, S], count: Int[Array, " B"]) -> S:
+    """The memory of rows that end here: the `count` tokens of an open chunk are written as those
+    of the last chunk of a whole row are."""
+    if not (stored := jax.tree.leaves(state.open)):  # they are, or nothing writes
+        return state.memory
+    mask = jnp.arange(stored[0].shape[1]) < count[:, None]
+    return where_rows(count > 0, memory.write(state.memory, state.open, mask), state.memory)
 
 
 def _inside_chunk[W, S](

@@ -24,7 +24,7 @@ from ttcd_jax.memory.chunks import (
     to_chunks,
 )
 from ttcd_jax.memory.distillation import Distillation, distances
-from ttcd_jax.memory.pieces import OpenChunk, inside_open_chunk, over_piece, start_pieces
+from ttcd_jax.memory.pieces import OpenChunk, closed, inside_open_chunk, over_piece, start_pieces
 from ttcd_jax.memory.prefix import Form, PrefixMemory, PrefixOptions
 from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.memory.rows import check_parts, over_rows
@@ -61,6 +61,9 @@ class InPlaceSettings(Settings):
 
     def switched_off(self, length: int) -> "InPlaceSettings":
         return self if self.is_frozen else self.replace(eta=0.0)
+
+    def frozen(self, config: Any) -> Any:
+        return config
 
     def correction_flops(self, mlp: MLPConfig, length: int) -> int | float:
         """Of the delta rule: the memory's answers to all keys, overlaps of the keys of a chunk, and
@@ -376,6 +379,32 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         if (tail := state.tail) is not None:
             tail = inside_open_chunk(next_tail(tail, tokens, piece), piece, size)
         return y, InPlaceState(open_chunk, tail)
+
+    def frozen(self, state: InPlaceState) -> InPlaceState:
+        return state._replace(chunks=OpenChunk(state.chunks.memory, None))
+
+    def written(self, state: InPlaceState, count: Int[Array, " B"]) -> Any:
+        """The memory after rows that end here, `count` tokens after the start of a chunk."""
+        size = self.settings.chunk_size
+        return closed(self.memory(size), state.chunks, count % size)
+
+    def read_scale(self, has_gap: bool) -> Float[Array, " F"]:
+        """The factor of each of a token's own features by which W_base + eta S is read, in a model
+        with or without a gap between the windows. Raises `UserError` for any other read."""
+        raise UserError(f"{type(self).__name__} does not say by what it reads its memory")
+
+    def own_tap(self, name: str) -> Float[Array, " F"]:
+        """`read_scale` of features after the convolution `name`, if there is one."""
+        if not hasattr(self, name):
+            return jnp.ones(self.config.hidden_dim)
+        taps = getattr(self, name)[...]
+        here = jnp.argmax(jnp.abs(identity_taps(self.settings, 1))[:, 0])
+        if jnp.any(taps.at[here].set(0)):
+            raise UserError(
+                f"{self.convolved_reads} reads what {name} makes of several tokens, and a plain "
+                "MLP sees one: train with MemoryConfig.output='teacher_raw' or without it"
+            )
+        return taps[here]
 
     look_back = 0  # tokens before its own that a convolution reads
     look_ahead = 0  # tokens after its own that it reads

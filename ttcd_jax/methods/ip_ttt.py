@@ -101,6 +101,9 @@ class IPTTTMLP(InPlaceMLP[Writes, Writes], config=IPTTTConfig):
             v = short_conv(v, self.target_conv[...], is_causal=causal, segment_ids=segments)
         return Writes(h, v, *decay)
 
+    def read_scale(self, has_gap: bool) -> Float[Array, " F"]:
+        return self.own_tap("activation_conv")
+
     def operands(self, convolved: Writes) -> tuple[Float[Array, "B C L F"], Writes]:
         h, v, *decay = convolved
         if self.settings.has_proj:

@@ -225,6 +225,15 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
         features = features._replace(student=features.teacher)
         return self.operands((features, difference - gap, z_target, keys))[1]
 
+    def read_scale(self, has_gap: bool) -> Float[Array, " F"]:
+        source, _, is_raw = self.settings.output.partition("_")
+        if source == "student" and has_gap:
+            raise UserError(
+                "output 'student' reads the features of a stream under a second window, and a "
+                "plain model has one: train with output 'teacher_raw'"
+            )
+        return jnp.ones(self.config.hidden_dim) if is_raw else self.own_tap(f"{source}_conv")
+
     def views(self, convolved: Convolved) -> Views:
         # Keys may be normalized, so the student's features are z_target less the difference.
         _, difference, z_target, _ = convolved

@@ -29,7 +29,6 @@ from ttcd_jax.config import Bound, NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.chunks import masked
 from ttcd_jax.memory.delta_rule import unit_lower_solve
-from ttcd_jax.memory.pieces import OpenChunk
 from ttcd_jax.memory.prefix import PrefixOptions, Sum, Writes
 from ttcd_jax.memory.protocol import Chunks
 from ttcd_jax.memory.running import CorrectingMemory
@@ -225,9 +224,6 @@ class StreamMemoryMLP(InPlaceMLP[Lesson, Lesson], config=StreamMemoryMLPConfig):
         state = super().start(batch_size, max_length)
         return self.frozen(state) if self.settings.is_frozen else state
 
-    def frozen(self, state: InPlaceState) -> InPlaceState:
-        return state._replace(chunks=OpenChunk(state.chunks.memory, None))
-
     def source(self, x: Hidden, row: Any, student: Hidden | None) -> tuple[Hidden, Hidden]:
         """x is the student's, `student` the teacher's: the teacher's stream after the layer less
         the student's before its MLP, and the rate's source. The student alone learns nothing."""
@@ -253,6 +249,12 @@ class StreamMemoryMLP(InPlaceMLP[Lesson, Lesson], config=StreamMemoryMLPConfig):
         k, y, d, beta = convolved
         errors = (beta[..., None] * d).astype(k.dtype)
         return jnp.concatenate([k, y], axis=-1), Writes(k, errors, None, beta)
+
+    def read_scale(self, has_gap: bool) -> Float[Array, " F"]:
+        raise UserError(
+            "a memory of the stream is read by keys of norm 1, z / |z|, and a plain MLP reads z: "
+            "keep the memory (--memory=frozen reads it at the cost of the student)"
+        )
 
     def memory(self, length: int) -> StreamMemory:
         precision = self.config.precision

@@ -40,8 +40,8 @@ class Settings(Config):
         """The model, a `TransformerConfig` of the same parameters, that reads the memory of a state
         and writes nothing."""
         raise UserError(
-            f"a model of method {config.method!r} has no student that could go on alone with a "
-            "frozen memory: keep the memory"
+            f"a model of method {config.method!r} has no memory in a down projection that could be "
+            "frozen: keep the memory"
         )
 
 

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax import nnx
 from ttcd_kernels.table import Row, cells
 
 from ttcd_jax.data.sources import row_length
 from ttcd_jax.data.tokenizer import build_tokenizer
 from ttcd_jax.errors import CheckpointError
 from ttcd_jax.files import read_json
+from ttcd_jax.inference.model import inference_model
+from ttcd_jax.inference.text_memory import dense, load_memory
 from ttcd_jax.interop.checkpoint import CONFIG
 from ttcd_jax.interop.hugging_face import MODELING, TRIED, export_hugging_face, is_own, text_files
 from ttcd_jax.interop.reference_config import export_reference
@@ -24,6 +27,7 @@ from ttcd_jax.run.directory import (
     load_params,
     tokenizer_config,
 )
+from ttcd_jax.train.state import with_params
 
 _METADATA = ("config_json", "dtypes", "format", "tied_head")  # of an import
 _NOTE = (
@@ -33,17 +37,27 @@ _NOTE = (
 
 
 def exported_run(
-    run_dir: str | os.PathLike[str], form: str, step: int | None, dtype: str | None
+    run_dir: str | os.PathLike[str],
+    form: str,
+    step: int | None,
+    dtype: str | None,
+    memory: str | os.PathLike[str] | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, str], int]:
     """(tensors, small files, step) of the newest checkpoint of a run, or of `step`, in the format
     "reference" or "huggingface", which has files of its tokenizer and a model card. A run imported
-    from the same format is exported as it was."""
+    from the same format is exported as it was. With the folder of a saved `memory` it is the plain
+    model that has it in its weights (`inference.text_memory.dense`)."""
     directory = RunDirectory(run_dir)
     metadata = directory.read_import()
     if metadata is not None and not all(name in metadata for name in _METADATA):
         raise CheckpointError(f"{run_dir}/import.json is damaged: import the checkpoint again")
     metadata = metadata if metadata and metadata["format"] == form else None
-    params, config, step = load_params(run_dir, step)
+    (params, config, step), added = load_params(run_dir, step), {}
+    if memory is not None:
+        found = load_memory(memory, inference_model(model := with_params(config, params)))
+        model, metadata = dense(model, found), None
+        params, config = nnx.to_pure_dict(nnx.state(model, nnx.Param)), model.config
+        added = {"tokens of texts in the down projections": found.tokens_read}
     if form == "reference":
         tensors, text = export_reference(params, config, metadata, dtype)
         file = directory.path / TOKENIZER
@@ -59,14 +73,18 @@ def exported_run(
         if tokenizer.path is not None:
             files["tokenizer.json"] = Path(tokenizer.path).read_text()
     count = sum(tensor.size for tensor in tensors.values())
-    files["README.md"] = _card(directory, config, step, count)
+    files["README.md"] = _card(directory, config, step, count, added)
     return tensors, files, step
 
 
-def _card(directory: RunDirectory, config: TransformerConfig, step: int, count: int) -> str:
+def _card(
+    directory: RunDirectory, config: TransformerConfig, step: int, count: int, added: dict[str, int]
+) -> str:
+    """`added`: entries of a model that is not the run's, whose results are left out."""
     has_code = is_own(config)
     flag = ", trust_remote_code=True" if has_code else ""
     notes = [f"Tried with transformers {', '.join(TRIED)}.", _NOTE, ""] if has_code else []
+    entries = _entries(directory, config, step) | added
     lines = [
         "---",
         "library_name: transformers",
@@ -84,9 +102,9 @@ def _card(directory: RunDirectory, config: TransformerConfig, step: int, count: 
         "```",
         "",
         *notes,
-        *_table([{"": name, "value": x} for name, x in _entries(directory, config, step).items()]),
+        *_table([{"": name, "value": x} for name, x in entries.items()]),
     ]
-    for path in sorted(directory.path.glob("eval/*/results.json")):
+    for path in () if added else sorted(directory.path.glob("eval/*/results.json")):
         result = read_json(path)
         if result.get("step") == step and result.get("table"):
             lines += ["", f"## {result['task']}: {result['label']}", "", *_table(result["table"])]
