@@ -115,7 +115,7 @@ def test_links_of_a_registry_are_those_of_the_source(tmp_path, monkeypatch):
     monkeypatch.setattr(setuptools, "setup", given := Mock())
     runpy.run_path(str(ROOT / "setup.py"))
     shown = given.call_args.kwargs["long_description"]
-    page = "[running.md](https://x.org/y/blob/HEAD/docs/running.md#stop-resume-change)"
+    page = "[running](https://x.org/y/blob/HEAD/docs/running.md#stop-resume-change)"
     assert page in shown
     assert "docs/method.svg" not in shown
     assert re.findall(r"\]\((?!https://)", shown) == []
