@@ -45,6 +45,7 @@ html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 autodoc_member_order = "bysource"
+autodoc_default_options = {"exclude-members": "config_class"}
 maximum_signature_line_length = 80
 smartquotes = False
 
@@ -70,7 +71,7 @@ def api(module: str) -> str:
             continue
         kind = "autoclass" if isinstance(value, type) else "autofunction"
         is_config = kind == "autoclass" and issubclass(value, Config)
-        members = "" if kind == "autofunction" or is_config else "   :members:\n   :exclude-members: config_class\n"
+        members = "" if kind == "autofunction" or is_config else "   :members:\n"
         text.append(f"### {name}\n\n" + _documented(kind, f"{module}.{name}", members))
     return "\n".join(text)
 

@@ -1,4 +1,4 @@
-"""docs/extending.md and its second page: their modules are written, their commands run, at tiny sizes."""
+"""docs/extending.md and its second page: their modules are written, their commands run, small."""
 
 import json
 import re

@@ -47,6 +47,9 @@ def test_what_the_files_pin_is_what_the_packages_allow():
     for pins, lines in ((_pins(names[0]), needed), (every, ["ttcd-jax[test]"])):
         for one in _direct(lines):
             assert one.specifier.contains(pins[canonicalize_name(one.name)]), one
+    docs = _pins(names[0], "requirements-docs.txt")
+    assert {canonicalize_name(one.name) for one in _direct(["ttcd-jax[docs]"])} <= docs.keys()
+    assert [x for x in docs.keys() & every if docs[x] != every[x]] == []
     assert PROJECT["version"] == KERNELS["version"]
 
 
