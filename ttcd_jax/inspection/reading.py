@@ -44,9 +44,10 @@ def memories(model: InferenceModel) -> dict[int, SumMemory]:
     for layer, (graph, params) in enumerate(zip(model.blocks, model.layers, strict=True)):
         block = nnx.merge(graph, params)
         if block.config.is_in_place:
-            memory = block.mlp.memory(block.mlp.settings.chunk_size)
+            mlp = block.mlp
+            memory = mlp.memory(mlp.settings.chunk_size)
             is_linear = isinstance(memory, PrefixMemory) and not memory.options.orthogonalizes
-            if not (is_linear or isinstance(memory, CorrectingMemory)) or config.settings.is_frozen:
+            if not (is_linear or isinstance(memory, CorrectingMemory)) or mlp.settings.is_frozen:
                 raise UserError(
                     f"method {config.method!r} with a {type(memory).__name__} of these settings: "
                     "what a token reads there is no sum of errors that others stored under keys; "

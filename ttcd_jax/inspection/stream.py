@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import unflatten_dict
@@ -37,4 +38,5 @@ def with_stream_memory(
         for name, x in disk.stored_params(new).items()
     }
     leaves = disk.stacked(new, rows, disk.by_name(abstract_params(new)))
-    return run._replace(model=with_params(new, unflatten_dict(leaves, sep="/")), config=new)
+    tree = unflatten_dict(jax.tree.map(jnp.asarray, leaves), sep="/")
+    return run._replace(model=with_params(new, tree), config=new)

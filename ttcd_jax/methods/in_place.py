@@ -314,7 +314,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
             return None
         free, errors = self.without_gap(convolved, segments), writes.errors
         left = errors if free is None else errors - free.errors
-        return jnp.sum(left.astype(jnp.float32) ** 2, axis=-1)
+        return jnp.sum(left.astype(jnp.promote_types(left.dtype, jnp.float32)) ** 2, axis=-1)
 
     def _stats(self, size: Float[Array, " B"], beta: Float[Array, "B T"] | None) -> MemoryStats:
         """`size`: |S|_F, of the sum without eta."""
