@@ -38,7 +38,9 @@ def main(argv: list[str]) -> None:
     if FLAGS.output is not None:
         machine = environment()
         head = {"command": cli.command_line("memories"), "commit": machine["commit"] or "unknown"}
-        head |= {"device": f"{machine['cpu_count']} x {machine['device']}"}
+        seeds = {RunDirectory(run_dir).read_config()["seed"] for run_dir in FLAGS.run_dir}
+        device = f"{machine['cpu_count']} x {machine['device']}"
+        head |= {"device": device, "seeds": sorted(seeds), "on": f"{FLAGS.num_rows} rows of facts"}
         write_whole(Path(FLAGS.output), "".join(f"{json.dumps(x)}\n" for x in (head, *rows)))
 
 
@@ -66,7 +68,7 @@ def measured(run_dir: str) -> list[dict[str, Any]]:
                 tokens = questions.reshape(-1, questions.shape[2])
                 logits, _ = prefill(model, start_from(model, each), tokens)
                 hits = np.asarray(logits).argmax(-1) == values[:, asked].ravel()
-                name = f"{run.config.label}, {kind}, {way}"
+                name = f"{run.config.label}: {kind}, {way}"
                 found.setdefault(name, {"row": name})[f"{n}"] = float(hits.mean())
     return list(found.values())
 

@@ -114,7 +114,7 @@ def test_a_memory_is_kept_asked_and_written_into_a_plain_model(place, tmp_path):
     book, question = (f"--prompt_file={place / name}.txt" for name in ("book", "question"))
     kept = tmp_path / "memory"
     result = commands.run(*line, book, "--max_new_tokens=0", f"--save_memory={kept}")
-    assert f"memory saved in {kept}: 256 B" in result.stderr
+    assert f"memory saved in {kept}: 256 bytes" in result.stderr
     run, flag = load_run(run_dir), f"--load_memory={kept}"
     model, tokens = inference_model(run.model), run.tokenizer.encode("Who")
     memory = load_memory(kept, model)

@@ -234,7 +234,7 @@ def test_generation_freezes_the_memory_after_the_prompt(float64):
     assert texts == found
     assert generation.model.config == alone.config
     plain = inference_model(randomize(Transformer, config_of("swa", vocab_size=config.vocab_size)))
-    refused("'swa'|no student", begin, plain, memory="frozen")
+    refused("'swa'|no memory in a down projection", begin, plain, memory="frozen")
 
 
 def test_distances_are_those_of_the_streams(float64):

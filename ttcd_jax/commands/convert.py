@@ -153,7 +153,7 @@ def _export(run_dir: str, folder: Path) -> None:
     from ttcd_jax.interop.weight_files import write_safetensors
     from ttcd_jax.run.export import exported_run
 
-    options = (FLAGS[name].value for name in ("format", "step", "dtype", "memory"))
+    options: Any = (FLAGS[name].value for name in ("format", "step", "dtype", "memory"))
     tensors, files, step = exported_run(run_dir, *options)
     with whole_folder(folder) as unfinished:
         write_safetensors(unfinished, tensors)

@@ -21,7 +21,7 @@ import dataclasses
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -138,9 +138,10 @@ def start_from(
 ) -> InferenceState:
     """`start_state` of a row for each of the memories, which its tokens read from the first one on,
     and write."""
-    facts, state = model_facts(model), start_state(model, len(memories), max_length=max_length)
+    facts = model_facts(model)
     for memory in memories:
         memory.check(facts)
+    state = start_state(model, len(memories), max_length=max_length)
     layers = [dict(before) for before in state.layers]
     for name, (layer, key, _) in _layers(model).items():
         before: Any = layers[layer][key]
@@ -190,6 +191,6 @@ def _layers(model: InferenceModel) -> dict[str, tuple[int, str, InPlaceMLP]]:
 
 @jax.jit
 def _written(model: InferenceModel, state: InferenceState) -> dict[str, Float[Array, "B F D"]]:
-    count = state.position - state.chunk_start
-    layers: Any = state.layers
-    return {x: mlp.written(layers[i][key], count) for x, (i, key, mlp) in _layers(model).items()}
+    found = _layers(model).items()
+    count, layers = state.position - state.chunk_start, cast(Any, state.layers)
+    return {x: mlp.written(layers[i][key], count) for x, (i, key, mlp) in found}
