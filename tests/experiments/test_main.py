@@ -24,7 +24,7 @@ LINES = {
     "launch": "--gin=quickstart.gin",
     "plan": "--gin=quickstart.gin",
     "evaluate": "--run_dir=x --task=ppl",
-    "inspect": "--run_dir=x --text=/dev/null --output=y",
+    "inspect": f"--run_dir=x --text={ROOT / 'README.md'} --output=y",
     "report": "--run_dir=x",
     "generate": "--run_dir=x --prompt_file=/dev/null",
     "convert": "import --format=gguf x y",

@@ -90,7 +90,6 @@ def test_arrays_reads_and_pictures_fit_each_other(seen, tmp_path):
     assert not re.search(r"<b>|<script|https?:", shown)
     assert "&lt;" in shown
     refused("by the name 'x': there are gain", seen.show, "x")
-    refused("show('gain') takes no option, and not 'layer'", seen.show, "gain", layer=1)
     refused("layer 7 is none of the inspected", seen.show, "gate", layer=7)
     refused("queries 99 .. 99 of a row", seen.reads, [99])
     refused("has 2 tokens: give 24 or more", seen.with_memory_of, [3, 4])

@@ -37,8 +37,6 @@ flags.DEFINE_multi_string("param", [], "A binding of the model, as in a .gin fil
 def main(argv: list[str]) -> None:
     files = (x and storage.copy_of(x) for x in (FLAGS.text, FLAGS.other))
     text, other = (x and read_text(x) for x in files)
-    note(f"loading {FLAGS.run_dir}; its programs are compiled at the first layers")
-    cli.keep_programs(None)
     from ttcd_kernels.table import format_table
 
     from ttcd_jax.inspection import inspect, with_stream_memory
@@ -46,6 +44,8 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.run.directory import load_run
     from ttcd_jax.units import printable
 
+    note(f"loading {FLAGS.run_dir}; its programs are compiled at the first layers")
+    cli.keep_programs(None)
     run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
     if FLAGS.stream_window is not None:
         run = with_stream_memory(run, window=FLAGS.stream_window)

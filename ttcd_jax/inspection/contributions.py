@@ -69,7 +69,7 @@ class Memory:
         for i in range(int(own.max(initial=-1)), -1, -1):
             later, here = own > i, np.flatnonzero(own == i)
             k = self.keys[i].astype(float)
-            w = self._unsolved(i, (g[later] @ k.T) * self.mine[i])
+            w = self._weighted(i, (g[later] @ k.T) * self.mine[i])
             found[later, :, i] = w
             left = (1 - self.resets[i]) * g[later] - self._erased(i, w)
             g[later] = kept[i, :, None] * left
@@ -78,7 +78,7 @@ class Memory:
             g[here] = (self.sees[i, place, None] * z)[:, None]
             if self.reads_own_chunk:
                 own_scores = np.tril(self._overlaps(i, self.reads[i]), -1)[place]
-                found[here, :, i] = w = self._unsolved(i, own_scores)[:, None]
+                found[here, :, i] = w = self._weighted(i, own_scores)[:, None]
                 g[here] -= self._erased(i, w)
         return self.eta * np.moveaxis(found.reshape(*found.shape[:2], -1), 1, 2)
 
@@ -93,8 +93,8 @@ class Memory:
             found = self.sees[i, :, None] * (z @ state)
             state = np.repeat(kept[i], dim // kept.shape[1]) * state
             if self.rate is not None:
-                erased = (self.rate[i] * self.sees[i])[:, None] * (k @ state)
-                e = solve_triangular(self._system(i), e - erased, lower=True, unit_diagonal=True)
+                e = e - (self.rate[i] * self.sees[i])[:, None] * (k @ state)
+                e = self._solved(i, e)
             if self.reads_own_chunk:
                 found += np.tril(self._overlaps(i, self.reads[i]), -1) @ e
             u = self.mine[i, :, None] * e
@@ -115,18 +115,17 @@ class Memory:
             return found
         return found * (self.segments[i][:, None] == self.segments[i])
 
-    def _system(self, i: int) -> Float[np.ndarray, "L L"]:
-        """beta_i k_i . k_j, of which the solver takes what is below the diagonal."""
-        assert self.rate is not None
-        return self.rate[i][:, None].astype(float) * self._overlaps(i, self.keys[i])
+    def _solved(self, i: int, sides: np.ndarray, trans: int = 0) -> np.ndarray:
+        """The solution [L, X] of the chunk's system, I + beta_i k_i . k_j below the diagonal."""
+        if self.rate is None or not sides.size:
+            return sides
+        system = self.rate[i][:, None] * self._overlaps(i, self.keys[i])
+        return solve_triangular(system, sides, trans=trans, lower=True, unit_diagonal=True)
 
-    def _unsolved(self, i: int, scores: np.ndarray) -> np.ndarray:
-        """scores [..., L] times the inverse of the chunk's system."""
-        if self.rate is None or not scores.size:
-            return scores
-        flat = scores.reshape(-1, scores.shape[-1]).T
-        options = {"lower": True, "unit_diagonal": True, "trans": "T"}
-        return solve_triangular(self._system(i), flat, **options).T.reshape(scores.shape)
+    def _weighted(self, i: int, scores: np.ndarray) -> np.ndarray:
+        """What scores [..., L] of the chunk's writes u are as weights of its errors."""
+        flat = scores.reshape(-1, scores.shape[-1])
+        return self._solved(i, flat.T, trans=1).T.reshape(scores.shape)
 
     def _erased(self, i: int, w: Float[np.ndarray, "N Q L"]) -> np.ndarray | float:
         """The part of a read that the answers of the state before the chunk to its keys took."""

@@ -198,21 +198,16 @@ class Inspection:
     def table(self) -> list[Row]:
         """A row for every layer: means over tokens, the loudness after the row, and the mean loss
         with all memories, without this one, and without any."""
-        shares = [x[np.isfinite(x)] for x in self.window_share]
-        return [
-            {
-                "layer": layer,
-                "gate": float(gate.mean()),
-                "|eta S|/|W| at the end": float(loudness[-1]),
-                "share of the windows": float(share.mean()) if share.size else None,
-                "loss": float(np.nanmean(self.loss_on)),
-                "without this memory": float(np.nanmean(self.without_layer(layer))),
-                "without any": float(np.nanmean(self.loss_off)),
-            }
-            for layer, gate, loudness, share in zip(
-                self.layers, self.gate, self.loudness, shares, strict=True
-            )
-        ]
+        rows, on, off = [], float(np.nanmean(self.loss_on)), float(np.nanmean(self.loss_off))
+        for i, layer in enumerate(self.layers):
+            share = self.window_share[i][np.isfinite(self.window_share[i])]
+            row = {"layer": layer, "gate": float(self.gate[i].mean())}
+            row["|eta S|/|W| at the end"] = float(self.loudness[i, -1])
+            row["share of the windows"] = float(share.mean()) if share.size else None
+            row |= {"loss": on, "without any": off}
+            row["without this memory"] = float(np.nanmean(self.without_layer(layer)))
+            rows.append(row)
+        return rows
 
     def controls(self, other: Text | None = None) -> list[Row]:
         """The mean losses as it is and under every control that the model can have; with the memory

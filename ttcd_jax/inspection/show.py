@@ -42,18 +42,18 @@ def page_part(*parts: str) -> str:
 
 
 def view(seen: Any, what: str, **options: Any) -> Shown:
-    """The picture `what` of an `Inspection`. Raises `UserError` for another one, and for options
-    that it has not."""
-    of_text, of_layer = {"gain": (), "gate": ("layer",), "write": ("layer",)}, ("layer", "queries")
-    takes = of_text | {"loudness": (), "reads": of_layer}
-    if what not in takes:
-        raise UserError(f"nothing to show by the name {what!r}: there are {', '.join(takes)}")
-    if unknown := [x for x in options if x not in takes[what]]:
-        options_of = " and ".join(takes[what]) or "no option"
-        raise UserError(f"show({what!r}) takes {options_of}, and not {unknown[0]!r}")
-    if what in of_text:
-        return Shown(_text(seen, what, **options))
-    return Shown(_loudness(seen) if what == "loudness" else _reads(seen, **options))
+    """The picture `what` of an `Inspection`. Raises `UserError` for another one, `TypeError` for
+    options that it has not."""
+    views: dict[str, Any] = {
+        "gain": lambda: _text(seen, "gain"),
+        "gate": lambda layer=None: _text(seen, "gate", layer),
+        "write": lambda layer=None: _text(seen, "write", layer),
+        "loudness": lambda: _loudness(seen),
+        "reads": lambda layer=None, queries=None: _reads(seen, layer, queries),
+    }
+    if what not in views:
+        raise UserError(f"nothing to show by the name {what!r}: there are {', '.join(views)}")
+    return Shown(views[what](**options))
 
 
 def rows_of(rows: Sequence[Row]) -> str:
@@ -116,11 +116,11 @@ def _reads(seen: Any, layer: int | None = None, queries: Any = None) -> str:
     found, per = seen.reads(queries, [layer]), math.ceil(count / MOST_COLUMNS)
     edges = np.arange(0, count, per)
     shares = np.add.reduceat(found.share[0], edges, axis=1)
-    step, tall = (WIDTH - LEFT - 10) / len(edges), max(min(14, 600 / max(len(shares), 1)), 3)
+    step, tall = (WIDTH - LEFT - 10) / len(edges), max(min(14, 720 / max(len(shares), 1)), 3)
     marks = []
     for row, query in enumerate(found.queries.tolist()):
         y = 10 + row * tall
-        if tall >= 9:
+        if tall >= 11:
             text = "".join(seen.texts[max(query - 7, 0) : query + 1])[-14:]
             marks += [_label(LEFT - 6, y + tall - 3, f"{text!r} {query}")]
         for column in np.flatnonzero(np.abs(shares[row]) > 0.005).tolist():
