@@ -3,8 +3,8 @@
     python -m experiments.memories --run_dir=RUN [--run_dir=RUN ...] [--output=FILE]
 
 Runs on evidence read every text alone; the memories of the first n are added or averaged. Beside
-it: the same facts as one text. The facts of a row have other keys, all of which are asked for, or
-one key: then the last value is right.
+it: the same facts as one text. The facts of a row have other keys, evenly asked for, or one key:
+then the last value is right.
 """
 
 import json
@@ -20,16 +20,17 @@ from ttcd_jax.commands import cli
 from ttcd_jax.data.synthetic.evidence import EvidenceConfig
 from ttcd_jax.data.synthetic.rows import HELD_OUT
 from ttcd_jax.files import write_whole
-from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill
 from ttcd_jax.inference.state import start_state
-from ttcd_jax.inference.text_memory import TextMemory, mean, memories_of, start_from
+from ttcd_jax.inference.text_memory import mean, memories_of, start_from
 from ttcd_jax.run.directory import RunDirectory, load_run
 
 FLAGS = flags.FLAGS
 flags.DEFINE_multi_string("run_dir", None, "A run on evidence; may be repeated.", required=True)
-flags.DEFINE_integer("num_rows", 16, "Rows of facts.", lower_bound=1)
 flags.DEFINE_string("output", None, "Write a JSON line per row, for the tables of pages.")
+
+_ROWS, _ASKED = 16, 8  # rows of facts, and facts of each that are asked for
 
 
 def main(argv: list[str]) -> None:
@@ -39,8 +40,8 @@ def main(argv: list[str]) -> None:
         machine = environment()
         head = {"command": cli.command_line("memories"), "commit": machine["commit"] or "unknown"}
         seeds = {RunDirectory(run_dir).read_config()["seed"] for run_dir in FLAGS.run_dir}
-        device = f"{machine['cpu_count']} x {machine['device']}"
-        head |= {"device": device, "seeds": sorted(seeds), "on": f"{FLAGS.num_rows} rows of facts"}
+        head |= {"device": f"{machine['cpu_count']} x {machine['device']}", "seeds": sorted(seeds)}
+        head["on"] = f"{_ASKED} facts of each of {_ROWS} rows"
         write_whole(Path(FLAGS.output), "".join(f"{json.dumps(x)}\n" for x in (head, *rows)))
 
 
@@ -48,33 +49,35 @@ def measured(run_dir: str) -> list[dict[str, Any]]:
     """The share of right answers by the number of texts, of every way to read them."""
     run, data = load_run(run_dir), EvidenceConfig.from_dict(RunDirectory(run_dir).read_part("data"))
     model, rng = inference_model(run.model), np.random.default_rng(HELD_OUT)
-    shape = FLAGS.num_rows, data.num_keys
+    shape = _ROWS, data.num_keys
     drawn, values = (rng.permuted(np.indices(shape)[1], axis=1) for _ in range(2))
     values = data.num_keys + values % data.num_values
     found = {}
     for kind, keys in (("other keys", drawn), ("one key", np.broadcast_to(drawn[:, :1], shape))):
         facts = data.facts(rng, keys, values).reshape(*shape, data.fact_size)
-        alone = [read(model, row) for row in facts]
-        for n in (1 << i for i in range(data.num_keys.bit_length())):
-            asked = slice(n - 1 if kind == "one key" else 0, n)
+        alone, state = [], start_state(model, shape[0])
+        for n in range(1, shape[1] + 1):
+            fresh = prefill(model, start_state(model, shape[0]), facts[:, n - 1])[1]
+            alone.append(memories_of(model, fresh))
+            _, state = prefill(model, state, facts[:, n - 1])
+            if n & (n - 1):
+                continue
+            asked = np.arange(_ASKED) * n // _ASKED if kind == "other keys" else [n - 1] * _ASKED
             questions = data.questions(rng, keys[:, asked])
+            rows = list(zip(*alone, strict=True))
             ways = {
-                "added": [sum(row[1:n], row[0]) for row in alone],
-                "averaged": [mean(row[:n]) for row in alone],
-                "one text": read(model, facts[:, :n].reshape(len(facts), -1)),
+                "added": [sum(x[1:], x[0]) for x in rows],
+                "averaged": [mean(x) for x in rows],
+                "one text": memories_of(model, state),
             }
             for way, memories in ways.items():
-                each = [x for x in memories for _ in range(questions.shape[1])]
+                each = [x for x in memories for _ in asked]
                 tokens = questions.reshape(-1, questions.shape[2])
                 logits, _ = prefill(model, start_from(model, each), tokens)
                 hits = np.asarray(logits).argmax(-1) == values[:, asked].ravel()
                 name = f"{run.config.label}: {kind}, {way}"
                 found.setdefault(name, {"row": name})[f"{n}"] = float(hits.mean())
     return list(found.values())
-
-
-def read(model: InferenceModel, texts: np.ndarray) -> list[TextMemory]:
-    return memories_of(model, prefill(model, start_state(model, len(texts)), texts)[1])
 
 
 if __name__ == "__main__":
