@@ -19,7 +19,7 @@ FAR := $(if $(STEPS),,,4096,16384)
 LAUNCH := $(PYTHON) -m experiments.launch $(SHORT)
 EVALUATE := $(PYTHON) -m experiments.evaluate
 
-.PHONY: help quickstart smollm2 stream continued pages docs transformers test lint wheel ends image
+.PHONY: help quickstart smollm2 stream continued pages docs links transformers test lint wheel ends image
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -112,6 +112,9 @@ pages: .venv ## draw the tables and pictures of README, RESULTS and docs from ex
 
 docs: .venv .venv/docs ## the site of pages, fields, commands and API, in build/site
 	$(PYTHON) -m sphinx -qWn --keep-going -b html -c docs . build/site
+
+links: .venv .venv/docs ## whether the links of the pages to other hosts work; needs a network
+	$(PYTHON) -m sphinx -q -b linkcheck -c docs . build/links
 
 # JAX's CUDA compiler, which tests the Hopper kernel without a GPU. In a folder outside the packages:
 # among them it would warn of the missing GPU at every import.

@@ -38,6 +38,7 @@ exclude_patterns = [".*", "build", "dist", "runs", "examples", "ttcd_jax", "**/_
 nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures; links between pages are checked
 myst_heading_anchors = 4
 nb_execution_mode = "cache"
+nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 html_theme = "furo"
 html_title = "ttcd_jax"
@@ -152,25 +153,38 @@ def _signature(
     if not inspect.isfunction(value):
         return None
     hints = typing.get_type_hints(value, include_extras=True)
-    plain = inspect.signature(value)
-    parameters = [
-        x.replace(annotation=_Shown(hints[x.name]) if x.name in hints else x.annotation)
-        for x in plain.parameters.values()
-        if x.name not in ("self", "cls")
-    ]
-    shown = plain.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
-    is_built = value.__name__ == "__init__" or "return" not in hints
-    return str(shown), "" if is_built else repr(_Shown(hints["return"]))
+    parameters = []
+    for x in inspect.signature(value).parameters.values():
+        hint = hints.get(x.name, Any)
+        if typing.get_origin(hint) is typing.Unpack:  # of a TypedDict
+            [kinds] = get_args(hint)
+            for name, kind in typing.get_type_hints(kinds).items():
+                default = x.empty if name in kinds.__required_keys__ else _Text("...")
+                given = {"default": default, "annotation": _shown(kind)}
+                parameters.append(inspect.Parameter(name, x.KEYWORD_ONLY, **given))
+        elif x.name not in ("self", "cls"):
+            parameters.append(x.replace(annotation=_shown(hint)))
+    returns = "" if value.__name__ == "__init__" else _shown(hints.get("return", Any))
+    return str(inspect.Signature(parameters)), returns
 
 
-class _Shown:
-    """An annotation whose repr is `describe`'s, without the names of modules."""
+class _Text(str):
+    """What a signature shows as it is."""
 
-    def __init__(self, hint: Any) -> None:
-        self.text = re.sub(r"\b(?:\w+\.)+(?=[A-Za-z])", "", describe(hint))
+    __repr__ = str.__str__
 
-    def __repr__(self) -> str:
-        return self.text.replace("NoneType", "None")
+
+def _shown(hint: Any) -> _Text:
+    """A type without the names of modules."""
+    text = re.sub(r"\b(?:\w+\.)+(?=[A-Za-z])", "", describe(hint))
+    return _Text(text.replace("NoneType", "None"))
+
+
+def _skipped(
+    app: Sphinx, what: str, name: str, value: Any, skip: bool, options: Any
+) -> bool | None:
+    """The fields of a NamedTuple, which its signature has."""
+    return True if type(value).__name__ == "_tuplegetter" else None
 
 
 def _docstring(
@@ -187,7 +201,7 @@ def _docstring(
             is_required = field.default is dataclasses.MISSING
             default = "required" if is_required else f"``{field.default!r}``"
             bounds = _restructured(", ".join(dict.fromkeys(_bounds(hints[field.name]))))
-            kind = f"``{_Shown(hints[field.name])}``" + f", {bounds}" * bool(bounds)
+            kind = f"``{_shown(hints[field.name])}``" + f", {bounds}" * bool(bounds)
             lines += _row(f"``{field.name}``", kind, default)
     lines.append("")
 
@@ -220,4 +234,5 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", _generated)
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-docstring", _docstring)
+    app.connect("autodoc-skip-member", _skipped)
     app.connect("build-finished", _entrance)
