@@ -1,17 +1,20 @@
 """What pyproject.toml cannot say: packages in other folders, and README.md as a registry shows it,
-without pictures and links to files of the repository."""
+without pictures of the repository, its files by their address: `Source` in [project.urls] of
+pyproject.toml, a repository of GitHub; without one as text."""
 
 import re
+import tomllib
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 _LOCAL = r"(?!https?:)"
+source = tomllib.loads(Path("pyproject.toml").read_text())["project"].get("urls", {}).get("Source")
 _PARTS = (
     (r"(?s)<picture>.*?</picture>\s*", ""),
     (rf'<img[^>]*src="{_LOCAL}[^>]*>\s*', ""),
     (rf"!\[[^\]]*\]\({_LOCAL}[^)]*\)\s*", ""),
-    (rf"\[([^\]]*)\]\({_LOCAL}[^)]*\)", r"\1"),
+    (rf"\[([^\]]*)\]\({_LOCAL}([^)]*)\)", rf"[\1]({source}/blob/HEAD/\2)" if source else r"\1"),
     (r"<!--.*?-->", ""),
 )
 readme = Path("README.md").read_text()

@@ -4,13 +4,16 @@ import email
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import setuptools
 from commands import ROOT, cpu_environment
 
 # Folders of the repository, and where a wheel has them.
@@ -100,6 +103,22 @@ def test_a_registry_shows_what_needs_no_repository(wheels):
         assert metadata["Keywords"]
         versions[metadata["Name"]] = metadata["Version"], metadata.get_all("Requires-Dist")
     assert f"ttcd-kernels=={versions['ttcd-kernels'][0]}" in versions["ttcd-jax"][1]
+
+
+def test_links_of_a_registry_are_those_of_the_source(tmp_path, monkeypatch):
+    project = (ROOT / "pyproject.toml").read_text().replace("\n[project.urls]\n", "\n[other]\n")
+    (tmp_path / "pyproject.toml").write_text(
+        f'{project}\n[project.urls]\nSource = "https://x.org/y"'
+    )
+    shutil.copyfile(ROOT / "README.md", tmp_path / "README.md")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(setuptools, "setup", given := Mock())
+    runpy.run_path(str(ROOT / "setup.py"))
+    shown = given.call_args.kwargs["long_description"]
+    page = "[running](https://x.org/y/blob/HEAD/docs/running.md#stop-resume-change)"
+    assert page in shown
+    assert "docs/method.svg" not in shown
+    assert re.findall(r"\]\((?!https://)", shown) == []
 
 
 @pytest.fixture(scope="module")

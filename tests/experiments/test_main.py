@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -118,11 +119,33 @@ def test_bash_completes_commands_flags_recipes_and_tasks():
     first, *found = done.splitlines()
     assert "-F _ttcd ttcd" in first
     assert found == [" ".join(words) for words in COMPLETED.values()]
-    assert "bashcompinit" in commands.output("completion", "zsh")
     for name in ("launch", "evaluate", "generate", "convert"):
         flags = {re.match(r"--(\w+)", word)[1] for word in candidates([name, "-"])} - {"help"}
         shown = commands.output(name, "--help")
         assert flags == {*re.findall(r"(?m)^  --(?:\[no\])?(\w+):", shown)}
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is absent")
+def test_zsh_completes_words_and_files():
+    """Its completion system is stood in for by what the script calls of it."""
+    script = [f'ttcd() {{ {sys.executable} -m ttcd_jax "$@"; }}', "compdef() { print $@; }"]
+    script += ["compadd() { [[ $1 == -S ]] && shift 2; print -rn -- ${@[2,-1]}; }"]
+    script += ["compset() { print -n files; }", "_files() {}", 'eval "$(ttcd completion zsh)"']
+    for words in ("launch '--gin=compare/lac'", "plan '--dry'", "evaluate '--run_dir=/'"):
+        script.append(f"words=(ttcd {words}) CURRENT=3 PREFIX={words.split()[1]}; _ttcd; print")
+    options = {"text": True, "cwd": ROOT, "env": commands.cpu_environment()}
+    found = subprocess.check_output(["zsh", "-fc", "\n".join(script)], **options).splitlines()
+    assert found == ["_ttcd ttcd", "--gin=compare/lact.gin", "--dry_run", "files"]
+
+
+@pytest.mark.parametrize("line", ["--help", "recipes"])
+def test_a_reader_that_is_gone_is_no_error(line):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with commands.start("main", *line.split(), stdout=writer, stderr=subprocess.PIPE) as process:
+        os.close(writer)
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said) == (141, "")
 
 
 def test_every_command_says_what_it_does_before_anything_slow_is_imported(tmp_path):

@@ -66,7 +66,8 @@ class _SaysLoading:
         if name == "jax":
             sys.meta_path.remove(_SaysLoading)  # pyright: ignore[reportArgumentType]
             if multiprocessing.parent_process() is None:
-                print("loading JAX", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # nobody reads it
+                    print("loading JAX", file=sys.stderr, flush=True)
 
 
 if "jax" not in sys.modules:

@@ -1,7 +1,7 @@
 """Prints a script that completes commands, flags, recipes and tasks in a shell.
 
     source <(ttcd completion bash)      a line for ~/.bashrc
-    source <(ttcd completion zsh)       for ~/.zshrc, after compinit
+    source <(ttcd completion zsh)       for ~/.zshrc, after compinit if it is there
 
 A path is completed by the shell.
 """
@@ -16,15 +16,26 @@ from ttcd_jax.errors import UserError
 
 _FOLDER = Path(__file__).parent
 # bash replaces what follows the last "=" of a word, zsh the word.
-_SCRIPT = """_ttcd() {
+_SCRIPTS = {
+    "bash": """_ttcd() {
   local IFS=$'\\n'
-  COMPREPLY=($(ttcd completion SHELL "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
+  COMPREPLY=($(ttcd completion bash "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
   [[ ${COMPREPLY[0]-} == *= ]] && compopt -o nospace 2>/dev/null
   return 0
 }
 complete -o default -F _ttcd ttcd
-"""
-_SCRIPTS = {"bash": _SCRIPT, "zsh": "autoload -U +X bashcompinit && bashcompinit\n" + _SCRIPT}
+""",
+    "zsh": """_ttcd() {
+  local -a found
+  found=(${(f)"$(ttcd completion zsh "${(j: :)words[1,CURRENT-1]} $PREFIX" 2>/dev/null)"})
+  compadd -S '' -- ${(M)found:#*=}
+  compadd -- ${found:#*=}
+  (( $#found )) || { compset -P 1 '*='; _files }
+}
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+compdef _ttcd ttcd
+""",
+}
 
 
 def main(argv: list[str]) -> None:
@@ -32,7 +43,7 @@ def main(argv: list[str]) -> None:
     if shell not in _SCRIPTS:
         raise UserError(f"completion of {' or '.join(_SCRIPTS)}, got {shell!r}")
     if not line:
-        print(_SCRIPTS[shell].replace("SHELL", shell), end="")
+        print(_SCRIPTS[shell], end="")
         return
     words = line[0].split()[1:] + [""] * line[0].endswith(" ")
     last = words[-1].partition("=")[0] + "=" if shell == "bash" and "=" in words[-1] else ""

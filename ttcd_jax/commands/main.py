@@ -6,6 +6,9 @@ import os
 import runpy
 import sys
 
+from ttcd_jax.commands import cli
+from ttcd_jax.errors import UserError
+
 # By command: its module, what is put before its arguments, what it does.
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "launch": ("launch", (), "train a model by a recipe; the same command resumes the run"),
@@ -26,22 +29,28 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
 
 def main() -> None:
     name, *rest = sys.argv[1:] or ["--help"]
+    if name not in COMMANDS:
+        cli.open_standard_streams()
+        with cli.mistakes_reported():
+            print(_answer(name))
+        return
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # for --import=my_module
+    module, before, _ = COMMANDS[name]
+    sys.argv[1:] = [*before, *rest]
+    runpy.run_module(f"ttcd_jax.commands.{module}", run_name="__main__", alter_sys=True)
+
+
+def _answer(name: str) -> str:
+    """What `ttcd` says itself. Raises `UserError` for another word."""
     if name in ("--help", "-h", "help"):
         lines = [f"  {command:<11} {text}" for command, (_, _, text) in COMMANDS.items()]
-        print("ttcd COMMAND ...\n", *lines, "\nttcd COMMAND --help: its flags", sep="\n")
-    elif name == "--version":
-        print(f"ttcd {importlib.metadata.version('ttcd-jax')}")
-    elif name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
-        print(f"error: ttcd has no command {name!r}; {hint}", file=sys.stderr)
-        sys.exit(2)
-    else:
-        if not sys.flags.safe_path and os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())  # for --import=my_module
-        module, before, _ = COMMANDS[name]
-        sys.argv[1:] = [*before, *rest]
-        runpy.run_module(f"ttcd_jax.commands.{module}", run_name="__main__", alter_sys=True)
+        return "\n".join(["ttcd COMMAND ...\n", *lines, "\nttcd COMMAND --help: its flags"])
+    if name == "--version":
+        return f"ttcd {importlib.metadata.version('ttcd-jax')}"
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
+    raise UserError(f"ttcd has no command {name!r}; {hint}")
 
 
 if __name__ == "__main__":
