@@ -71,53 +71,33 @@ residual.defvjp(_forward, _backward)
 
 
 def _launch_forward(before: int, normalizes: bool, *arrays: Any) -> list[jax.Array]:
-    from ttcd_kernels.short_conv_kernels import short_conv_residual_forward
-
     z, (B, C, L, F) = arrays[0], arrays[0].shape
     width = 1 << (F - 1).bit_length()
     rows = min(max(_ELEMENTS // width, 1), 16)
-    like = jax.ShapeDtypeStruct(z.shape, z.dtype)
-    return launch.launch(
-        short_conv_residual_forward,
-        *arrays[:4],
-        *_ids(arrays),
-        out_shape=[like] * 3 + [jax.ShapeDtypeStruct((B, C, L), jnp.float32)],
-        grid=(-(-L // rows), C, B),
-        num_warps=min(max(rows * width // _PER_WARP, 1), 16),
-        **_constants(before, arrays),
-        BLOCK_L=rows,
-        NORMALIZES=normalizes,
-    )
+    result, norm = (jax.ShapeDtypeStruct(*x) for x in ((z.shape, z.dtype), ((B, C, L), "float32")))
+    options: dict[str, Any] = {"out_shape": [result] * 3 + [norm], "grid": (-(-L // rows), C, B)}
+    options |= {"num_warps": min(max(rows * width // _PER_WARP, 1), 16), "BLOCK_L": rows}
+    return _launch("forward", before, arrays, NORMALIZES=normalizes, **options)
 
 
 def _launch_backward(before: int, *arrays: Any) -> list[jax.Array]:
     """dz of both branches, and sums for both d_taps, of spans of tokens."""
-    from ttcd_kernels.short_conv_kernels import short_conv_residual_backward
-
+    arrays, facts, cotangents = arrays[:5], arrays[5:8], arrays[8:]
     z, (B, C, L, F), R = arrays[0], arrays[0].shape, arrays[2].shape[1]
-    spans = -(-L // _BACKWARD["SPAN"])
-    like = jax.ShapeDtypeStruct(z.shape, z.dtype)
-    normalizes = arrays[5] is not None
-    facts = arrays[5:8] if normalizes else (z,) * 3  # else pointers that are never read
-    return launch.launch(
-        short_conv_residual_backward,
-        *(*arrays[:4], _ids(arrays)[0], *facts, *arrays[8:], C, L),
-        out_shape=[like, like, jax.ShapeDtypeStruct((B, C * spans, 2, R, F), jnp.float32)],
-        grid=(-(-F // _BACKWARD["BLOCK_F"]) * spans, C, B),
-        num_warps=4,
-        **_constants(before, arrays),
-        **_BACKWARD,
-        NORMALIZES=normalizes,
-    )
+    spans, normalizes = -(-L // _BACKWARD["SPAN"]), facts[0] is not None
+    dz, sums = (z.shape, z.dtype), ((B, C * spans, 2, R, F), "float32")
+    options: dict[str, Any] = {"out_shape": [jax.ShapeDtypeStruct(*x) for x in (dz, dz, sums)]}
+    options |= {"grid": (-(-F // _BACKWARD["BLOCK_F"]) * spans, C, B), "num_warps": 4, **_BACKWARD}
+    more = *(facts if normalizes else (z,) * 3), *cotangents  # z: never read
+    return _launch("backward", before, arrays, *more, NORMALIZES=normalizes, **options)
 
 
-def _ids(arrays: Any) -> tuple[jax.Array, int, int]:
-    """The ids (without segments a pointer that is never read), chunks and their length."""
-    ids, (_, C, L, _) = arrays[4], arrays[0].shape
-    return (arrays[0] if ids is None else ids.astype(jnp.int32)), C, L
+def _launch(name: str, before: int, arrays: Any, *more: Any, **options: Any) -> list[jax.Array]:
+    from ttcd_kernels import short_conv_kernels
 
-
-def _constants(before: int, arrays: Any) -> dict[str, Any]:
-    R, F = arrays[2].shape[1:]
-    sizes = {"F": F, "R": R, "BEFORE": before, "HAS_SEGMENTS": arrays[4] is not None}
-    return sizes | {"num_stages": 1}  # no products to feed, so nothing to pipeline
+    z, _, taps, _, ids = arrays
+    (_, C, L, F), R = z.shape, taps.shape[1]
+    options |= {"F": F, "R": R, "BEFORE": before, "HAS_SEGMENTS": ids is not None}
+    ids = z if ids is None else ids.astype(jnp.int32)  # without segments never read
+    kernel = getattr(short_conv_kernels, f"short_conv_residual_{name}")
+    return launch.launch(kernel, *arrays[:4], ids, *more, C, L, num_stages=1, **options)

@@ -35,21 +35,15 @@ NORM_EPS = tl.constexpr(normalize.NORM_EPS)
 
 
 @triton.jit
-def _at(row, is_row, column, F: tl.constexpr):
-    """Offsets and mask of the elements [rows, columns] of a chunk."""
-    return row[:, None] * F + column[None, :], is_row[:, None] & (column < F)[None, :]
-
-
-@triton.jit
 def _load(base, row, is_row, column, F: tl.constexpr):
-    at, mask = _at(row, is_row, column, F)
-    return tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
+    mask = is_row[:, None] & (column < F)[None, :]
+    return tl.load(base + row[:, None] * F + column, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store(base, row, is_row, column, value, F: tl.constexpr):
-    at, mask = _at(row, is_row, column, F)
-    tl.store(base + at, value.to(base.dtype.element_ty), mask=mask)
+    mask = is_row[:, None] & (column < F)[None, :]
+    tl.store(base + row[:, None] * F + column, value.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit

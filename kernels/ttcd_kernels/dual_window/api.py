@@ -38,6 +38,9 @@ def dual_window_attention_with_lse(
 
         lse_i = log sum_j exp(scale * q_i . k_j),  out_i = sum_j exp(scale * q_i . k_j - lse_i) v_j
 
+    A number of v that is not finite reaches every query that its tile of keys is computed for, also
+    those before it and of other segments: it is multiplied by their weight, 0.
+
     `scale` defaults to H**-0.5. Query head n reads kv head n // (N / K). Log-sum-exps are float32
     (float64 for float64 inputs). Differentiable in q, k, v through all four results, at five matrix
     products per query-key pair of the teacher's window (seven in the kernels: two, no atomics).
