@@ -1,8 +1,9 @@
 """Kernels of ttcd_jax, a leaf library on jax and numpy that imports no layer and no model.
 
 A folder per attention: `api` (the call and its contract), `xla`, `triton_call` and
-`triton_kernels` (implementations), `tuning`, `bench` (shapes, programs and peers). The convolutions
-are one file, `short_conv`. Shared: `dispatch`, `launch`, `columns`, `partitioning`, `windows`,
+`triton_kernels` (implementations), `tuning`, `bench` (shapes, programs and peers); `lse` is
+attention out of two stock calls. The convolutions are `short_conv`, by Triton `short_conv_call` and
+`short_conv_kernels`. Shared: `dispatch`, `launch`, `columns`, `partitioning`, `windows`,
 `normalize`, `verified`. Tools: `measure`, `table`, `parity`, `cases`, `check`, `bench`, `tune`.
 """
 

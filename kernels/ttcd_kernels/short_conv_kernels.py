@@ -124,7 +124,7 @@ def short_conv_residual_backward(
     for _ in tl.static_range(R):
         teacher_sums += (tl.zeros([BLOCK_L, BLOCK_F], tl.float32),)
         student_sums += (tl.zeros([BLOCK_L, BLOCK_F], tl.float32),)
-    for tile in range(0, SPAN // BLOCK_L):
+    for tile in range(0, tl.cdiv(tl.minimum(L - span * SPAN, SPAN), BLOCK_L)):
         row = span * SPAN + tile * BLOCK_L + tl.arange(0, BLOCK_L)
         z_teacher = _load(teacher_ptr + base, row, row < L, column, F)
         z_student = _load(student_ptr + base, row, row < L, column, F)
