@@ -57,21 +57,26 @@ def _reached(ids_ptr, row, there, L, HAS_SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def _tap(taps_ptr, r: tl.constexpr, column, F: tl.constexpr):
+def _tap(taps_ptr, r, column, F: tl.constexpr):
     return tl.load(taps_ptr + r * F + column, mask=column < F, other=0.0)[None, :]
+
+
+@triton.jit
+def _term(base, taps_ptr, ids_ptr, row, column, L, there, r, F: tl.constexpr, IDS: tl.constexpr):
+    x = _load(base, there, _reached(ids_ptr, row, there, L, IDS), column, F)
+    return x * _tap(taps_ptr, r, column, F)
 
 
 @triton.jit
 def _convolved(
     base, taps_ptr, ids_ptr, row, column, L,
-    F: tl.constexpr, R: tl.constexpr, BEFORE: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
+    F: tl.constexpr, R: tl.constexpr, BEFORE: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of conv(x), accumulated in float32, rounded to the dtype of x."""
-    for r in tl.static_range(R):
-        there = row + r - BEFORE
-        x = _load(base, there, _reached(ids_ptr, row, there, L, HAS_SEGMENTS), column, F)
-        term = x * _tap(taps_ptr, r, column, F)
-        total = term if r == 0 else total + term
+    """Rows of conv(x), accumulated in float32, rounded to the dtype of x. A loop: unrolled, all
+    rows of all taps would be in registers at once."""
+    total = _term(base, taps_ptr, ids_ptr, row, column, L, row - BEFORE, 0, F, IDS)
+    for r in range(1, R):
+        total += _term(base, taps_ptr, ids_ptr, row, column, L, row + r - BEFORE, r, F, IDS)
     return total.to(base.dtype.element_ty).to(tl.float32)
 
 
