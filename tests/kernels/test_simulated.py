@@ -89,7 +89,7 @@ CONV_CASES = [
     CONV | {"is_causal": False, "zero_slope": 3.0, "R": 5},
     CONV | {"normalizes_keys": False, "has_documents": True, "R": 8, "is_causal": False},
     # several tiles, spans and blocks of features
-    CONV | {"B": 1, "C": 1, "L": 137, "F": 260, "dtype": "bfloat16"},
+    CONV | {"B": 1, "C": 1, "L": 130, "F": 130, "dtype": "bfloat16"},
     CONV | {"dtype": "float16", "has_documents": True, "transform": "vmap"},
 ]
 WIDE = {"T": 128, "S": 128, "N": 2, "K": 1, "H": 64, "teacher": 64, "student": 32}
