@@ -74,7 +74,8 @@ def _cudnn(q: Queries, k: Keys, v: Keys, ids: None, window: int, scale: float) -
     options: dict[str, Any] = {"scale": abs(scale) or 1.0, "return_residual": True}
     options |= {"mask_type": MaskType.CAUSAL}
     options |= {"sliding_window_length": window} if window < S else {}
-    out, lse = dot_product_attention(q, k, v, **options)
+    attention: Any = dot_product_attention  # the type of its result depends on its options
+    out, lse = attention(q, k, v, **options)
     return out[:, halo:], lse.swapaxes(1, 2)[:, halo:]
 
 
