@@ -10,6 +10,7 @@ import types
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
@@ -61,11 +62,19 @@ def _host_tensor(array: np.ndarray) -> types.SimpleNamespace:
 
 
 def install() -> None:
-    """Every launch of this process runs here, with two errors of the interpreter of triton 3.6
-    fixed: it multiplies bfloat16 as the integers that hold them, and since NumPy 2.4 an array of
-    one element is no loop bound."""
+    """Every launch of this process runs here, with three errors of the interpreter of triton 3.6
+    fixed: it multiplies bfloat16 as the integers that hold them and rounds to it towards zero, and
+    since NumPy 2.4 an array of one element is no loop bound."""
     kernel_launch.launch = launch
     create_dot, patch_tensor = module.InterpreterBuilder.create_dot, module._patch_lang_tensor
+    convert = module._convert_float
+
+    def converted(x: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return (x.astype(np.uint32) << 16).view(np.float32)
+        if (source, target) == (tl.float32, tl.bfloat16):
+            return x.astype(jnp.bfloat16).view(np.uint16)
+        return convert(x, source, target, rounding)
 
     def widened(handle: Any) -> Any:
         if handle.dtype != tl.bfloat16:
@@ -80,7 +89,7 @@ def install() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    module.InterpreterBuilder.create_dot = dot
+    module.InterpreterBuilder.create_dot, module._convert_float = dot, converted
     module._patch_lang_tensor = patched
     _patch_the_language_once()
 

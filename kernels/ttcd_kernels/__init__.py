@@ -1,7 +1,8 @@
 """Kernels of ttcd_jax, a leaf library on jax and numpy that imports no layer and no model.
 
 A folder per attention: `api` (the call and its contract), `xla`, `triton_call` and
-`triton_kernels` (implementations), `tuning`. The convolutions are one file, `short_conv`. Shared:
+`triton_kernels` (implementations), `tuning`; `lse` is attention out of two stock calls. The
+convolutions are `short_conv`, by Triton `short_conv_call` and `short_conv_kernels`. Shared:
 `dispatch`, `launch`, `columns`, `partitioning`, `windows`, `normalize`, `verified`, and for
 benchmarks `measure`, `table`. They are checked, timed and tuned by experiments/studies/kernels.
 """

@@ -10,15 +10,17 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 # Axes of each kind of array: batch b, heads n of queries and k of keys, queries t, keys s, numbers
-# h. Small letters: of one query per row.
+# h. Small letters: of one query per row. Then those of convolutions: chunks c of l tokens, features
+# f, taps r, and sums over spans x for both taps y.
 _AXES = {"Q": "b t n h", "K": "b s k h", "L": "b t n", "I": "b s"}
 _AXES |= {"q": "b n h", "l": "b n", "p": "b"}
+_AXES |= {"Z": "b c l f", "P": "b r f", "C": "b c l", "S": "b x y r f"}
 _SHARDED = ("b", "k")
 
 
 def everywhere(function: Callable[..., Any], kinds: str, *arrays: Any) -> Any:
     """`function(*arrays)` under vmap and on a mesh. `kinds` has a letter of `_AXES` for every
-    array (or None), as in "QKK -> Q"; the first two arrays are queries and keys.
+    array (or None), as in "QKK -> Q"; the first two arrays are queries and keys (or both z).
 
     Arrays may be sharded along batch and heads; they are gathered along all other axes. Query heads
     are sharded as their kv heads are: the queries of a single kv head are gathered. Under a

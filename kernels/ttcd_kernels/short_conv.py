@@ -1,14 +1,18 @@
 """Depthwise convolution inside a chunk with zero padding at its edges, and a chunk's residual
-composed of two, in XLA on every device."""
+composed of two, in XLA on every device and as one Triton kernel each way."""
 
 import functools
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ttcd_kernels import short_conv_call
+from ttcd_kernels.dispatch import Candidate, choose
 from ttcd_kernels.normalize import l2_normalize
+
+Implementation = Literal["auto", "xla", "triton"]
 
 
 def short_conv(
@@ -37,16 +41,20 @@ def _convolve(
     before: int, x: jax.Array, taps: jax.Array, segment_ids: jax.Array | None
 ) -> jax.Array:
     """y_t = sum_r taps[r] x_{t + r - before}, accumulated in float32 or wider."""
+    _check(x, taps, segment_ids)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    moved = _moved(before, len(taps), x, segment_ids)
+    terms = (x.astype(wide) * tap.astype(wide) for x, tap in zip(moved, taps, strict=True))
+    return functools.reduce(jnp.add, terms).astype(x.dtype)
+
+
+def _check(x: jax.Array, taps: jax.Array, segment_ids: jax.Array | None) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim != 4:
         raise ValueError(f"z is {x.dtype} {x.shape}: it must be float [B, C, L, F]")
     if taps.ndim != 2 or taps.shape[1] != x.shape[3] or not len(taps):
         raise ValueError(f"taps {taps.shape} and z {x.shape} differ in the number of features")
     if segment_ids is not None and segment_ids.shape != x.shape[:3]:
         raise ValueError(f"segment_ids {segment_ids.shape} must match the tokens, {x.shape[:3]}")
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    moved = _moved(before, len(taps), x, segment_ids)
-    terms = (x.astype(wide) * tap.astype(wide) for x, tap in zip(moved, taps, strict=True))
-    return functools.reduce(jnp.add, terms).astype(x.dtype)
 
 
 def _moved(
@@ -91,6 +99,7 @@ def short_conv_residual(
     normalizes_keys: bool,
     zero_slope: float = 1.0,
     segment_ids: Int[Array, "B C L"] | None = None,
+    implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B C L F"], Float[Array, "B C L F"], Float[Array, "B C L F"]]:
     """The raw error, target and key of a chunk's tokens: (difference, target, key).
 
@@ -99,9 +108,12 @@ def short_conv_residual(
 
     Difference and key start from the rounded convolutions. Differentiable in z and taps; where
     |student| <= 1e-6 a normalised key has the gradient `zero_slope` times the identity.
+    `implementation`: "triton" is one kernel forward and one backward for GPUs of compute capability
+    8.0 and up, with the numbers of "xla" but for the order of the sum in |student|; "auto" is
+    "xla", until a GPU has timed both.
 
     Raises:
-        ValueError: shapes that do not fit, naming both.
+        ValueError: shapes that do not fit, naming both, or an implementation that cannot take them.
     """
     z, other = z_teacher.shape, z_student.shape
     if z != other:
@@ -112,8 +124,23 @@ def short_conv_residual(
             f"teacher_taps have shape {taps} and student_taps {other}: they must be equal; "
             "pad the shorter ones with zeros"
         )
+    operands = z_teacher, z_student, teacher_taps, student_taps, segment_ids
+    _check(z_teacher, teacher_taps, segment_ids)
+    run = choose("short convolution", implementation, CANDIDATES, *operands)
     before = _before(teacher_taps, is_causal)
+    return run(before, zero_slope if normalizes_keys else None, *operands)
+
+
+def _residual(before: int, zero_slope: float | None, *operands: Any) -> short_conv_call.Results:
+    z_teacher, z_student, teacher_taps, student_taps, segment_ids = operands
     target = cast(jax.Array, _convolve(before, z_teacher, teacher_taps, segment_ids))
     student = cast(jax.Array, _convolve(before, z_student, student_taps, segment_ids))
-    key = l2_normalize(student, zero_slope) if normalizes_keys else student
+    key = student if zero_slope is None else l2_normalize(student, zero_slope)
     return target - student, target, key
+
+
+# "auto" takes the first.
+CANDIDATES = {
+    "xla": Candidate(_residual),
+    "triton": Candidate(short_conv_call.residual, short_conv_call.unsupported, is_automatic=False),
+}

@@ -173,6 +173,8 @@ HEAD_DIMS = "is not one of 32, 64, 80, 96, 128"
         ("decode", 90, _rings((2, 65, 32), (2, 16, 1, 32)), "65 query heads|64"),
         ("decode", 90, ((2, 4, 32), (2, 16, 2, 32), "float64"), "float64, float64, float64"),
         ("decode", None, _rings((2, 4, 32), (2, 16, 2, 32)), "no NVIDIA GPU|cpu"),
+        ("conv", 90, _both("taps", _zeros(9, 4)), "9 taps are more than 8"),
+        ("conv", None, {}, "no NVIDIA GPU|cpu"),
     ],
 )
 def test_what_a_kernel_cannot_take_is_refused_before_launch(

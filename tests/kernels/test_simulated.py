@@ -17,7 +17,13 @@ import numpy as np
 import pytest
 from checks import draw, refused
 from devices import printed
-from ttcd_kernels import decode_attention_with_lse, dual_window_attention_with_lse, launch
+from ttcd_kernels import (
+    decode_attention_with_lse,
+    dual_window_attention_with_lse,
+    launch,
+    parity,
+    short_conv_residual,
+)
 from ttcd_kernels.decode import triton_call as decode_call
 from ttcd_kernels.decode import tuning as decode_tuning
 from ttcd_kernels.dual_window import mosaic_call, triton_call
@@ -77,6 +83,15 @@ DECODE_CASES = [
     DECODE | {"is_public": True, "H": 128},
     *[DECODE | {"dtype": dtype} for dtype in ("bfloat16", "float16")],
 ]
+CONV = {"B": 2, "C": 2, "L": 9, "F": 5, "R": 4, "is_causal": True, "normalizes_keys": True}
+CONV_CASES = [
+    CONV | {"has_documents": True},
+    CONV | {"is_causal": False, "zero_slope": 3.0, "R": 5},
+    CONV | {"normalizes_keys": False, "has_documents": True, "R": 8, "is_causal": False},
+    # several tiles, spans and blocks of features
+    CONV | {"B": 1, "C": 1, "L": 130, "F": 130, "dtype": "bfloat16"},
+    CONV | {"dtype": "float16", "has_documents": True, "transform": "vmap"},
+]
 WIDE = {"T": 128, "S": 128, "N": 2, "K": 1, "H": 64, "teacher": 64, "student": 32}
 WIDE |= {"dtype": "bfloat16"}
 SMALL = {"tiles": [(128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2)]}  # more tiles than slots
@@ -108,14 +123,30 @@ STEP = {"bfloat16": 2**-7, "float16": 2**-10}
 NAMES = ("teacher", "student", "teacher_lse", "student_lse", "dq", "dk", "dv")
 
 
-def test_tritons_results_and_gradients_are_those_of_the_definition():
-    output = printed(__file__, "triton", count=1, TRITON_INTERPRET="1")
-    for case, line in zip(DUAL_CASES + DECODE_CASES, output.splitlines(), strict=True):
+@pytest.fixture(scope="module")
+def interpreted():
+    """A line of each case."""
+    lines = printed(__file__, "triton", count=1, TRITON_INTERPRET="1").splitlines()
+    assert len(lines) == len(DUAL_CASES + DECODE_CASES + CONV_CASES)
+    return lines
+
+
+def test_tritons_results_and_gradients_are_those_of_the_definition(interpreted):
+    for case, line in zip(DUAL_CASES + DECODE_CASES, interpreted, strict=False):
         errors = json.loads(line)
         dtype, bounds = case.get("dtype", "float32"), DUAL_BOUNDS if "T" in case else DECODE_BOUNDS
         # One by one: `max` passes over NaN, the value of an unwritten result.
         for name, (error, _) in errors.items():
             assert error < bounds["float32" if name.endswith("lse") else dtype], (case, errors)
+
+
+def test_tritons_convolutions_have_the_bits_of_xlas_and_their_gradients(interpreted):
+    """Whatever the operands, of target and difference; of keys where squares add up exactly."""
+    for case, line in zip(reversed(CONV_CASES), reversed(interpreted), strict=False):
+        ulps, exact_ulps, *errors = json.loads(line)
+        assert [*ulps[:2], *exact_ulps] == [0] * 5, case
+        assert ulps[2] <= 4, case
+        assert max(errors) < DUAL_BOUNDS[case.get("dtype", "float32")], (case, errors)
 
 
 def test_mosaics_results_are_those_of_the_definition_and_nothing_races():
@@ -230,6 +261,43 @@ def _error(found, expected):
     return error / float(np.abs(expected).max()), error
 
 
+def _conv(case):
+    """Ulps of the results beside XLA's, on any numbers and on such whose sums are exact, and the
+    errors of the gradients beside XLA's in float64."""
+    B, C, L, F, R = (case[name] for name in "BCLFR")
+    z, taps, dtype = (B, C, L, F), (R, F), case.get("dtype", "float32")
+    facts = {name: case[name] for name in ("is_causal", "normalizes_keys")}
+    facts |= {"zero_slope": case.get("zero_slope", 1.0), "segment_ids": None}
+    if case.get("has_documents"):
+        facts["segment_ids"] = jnp.asarray(np.random.default_rng(0).integers(0, 2, (B, C, L)))
+    triton, xla = (
+        partial(short_conv_residual, **facts, implementation=x) for x in ("triton", "xla")
+    )
+    if case.get("transform"):
+        triton, xla = (jax.vmap(x, (0, 0, None, 0)) for x in (triton, xla))
+        z = (2, *z)
+    # Products are exact in float32, so that none is rounded otherwise where a sum takes it in.
+    operands = [x.astype(dtype) for x in draw(0, z, z, dtype="bfloat16")]
+    operands += [x.astype("float32") for x in draw(1, taps, taps, dtype="bfloat16")]
+    cotangents = tuple(draw(2, z, z, z, dtype=dtype))
+    if case.get("transform"):
+        operands[3] = jnp.stack([operands[3], -operands[3]])
+    if "zero_slope" in case:
+        operands[1] = operands[1].at[:, 0].set(0)
+    exact = [jnp.round(2 * x).clip(-4, 4) / 4 for x in operands]
+
+    @jax.jit
+    def found(operands, exact, cotangents):
+        results = [[run(*x) for run in (triton, xla)] for x in (operands, exact)]
+        wide = jax.tree.map(lambda x: x.astype(float), (operands, cotangents))
+        both = (triton, (operands, cotangents)), (xla, wide)
+        return results, [jax.vjp(run, *arrays)[1](given) for run, (arrays, given) in both]
+
+    results, gradients = jax.device_get(found(operands, exact, cotangents))
+    ulps = [[int(parity.ulps(*x).max()) for x in zip(*pair, strict=True)] for pair in results]
+    return *ulps, *(_error(*pair)[0] for pair in zip(*gradients, strict=True))
+
+
 def _shapes(length, num_heads, num_kv_heads, head_dim, dtype=jnp.bfloat16):
     q = jax.ShapeDtypeStruct((1, length, num_heads, head_dim), dtype)
     k = jax.ShapeDtypeStruct((1, length, num_kv_heads, head_dim), dtype)
@@ -300,3 +368,5 @@ if __name__ == "__main__":
         with launch.compiling_for(90), jax.enable_x64(True):
             for case in DUAL_CASES + DECODE_CASES:
                 print(json.dumps(_errors(case)), flush=True)
+            for case in CONV_CASES:
+                print(json.dumps(_conv(case)), flush=True)

@@ -3,8 +3,9 @@
     python -m tests.machine_code [--capability 90] [--op dual_window ...] [--dtype bfloat16]
 
 prints for each kernel and variant the registers and spilled bytes that the assembler reports, its
-shared memory, and of its innermost loops with matrix products the instructions of a warp and the
-multiply-adds of a block (in the order of the machine code).
+shared memory, and of its innermost loops with matrix products the instructions of a warp, the
+multiply-adds of a block and the bytes that it moves in shared memory (in the order of the machine
+code). For a Hopper GPU also milliseconds, a forecast (`forecast`): nothing has been timed.
 
 The compiler of Mosaic's kernels is part of JAX's CUDA plugin, which `make .venv/hopper` installs
 (without NVIDIA's libraries) outside the environment: inside, it would warn of the missing GPU at
@@ -30,8 +31,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ttcd_kernels import launch, measure
-from ttcd_kernels.dual_window import mosaic_call
-from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS, MOSAIC_TILES
+from ttcd_kernels.dual_window import mosaic_call, tiles
+from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS, MOSAIC_TILES, tuning_for
 from ttcd_kernels.table import format_table
 
 from experiments.studies.kernels import programs
@@ -71,28 +72,54 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--op", choices=OPS, nargs="+", default=list(OPS))
     parser.add_argument("--dtype", choices=launch.DTYPES, default="bfloat16")
     options = parser.parse_args(arguments)
-    found: list[tuple[str, Compiled]] = []
+    found: list[tuple[str, Compiled, str]] = []
     for op in options.op:
         for case in cases(op):
             case = case._replace(dtype=options.dtype)
-            found += [(case.name, x) for x in compile_kernels(op, case, options.capability)]
+            is_known = op == "dual_window" and (options.capability, case.dtype) == FORECAST
+            for index, kernel in enumerate(compile_kernels(op, case, options.capability)):
+                low_high = forecast(case, index, kernel) if is_known else ()
+                found.append((case.name, kernel, " to ".join(f"{x:.1f}" for x in low_high)))
         if op == "dual_window" and options.capability == mosaic_call.CAPABILITY:
             reason = missing_compiler()
             if reason is None:
-                found += [(name, x) for name, of in mosaic_kernels().items() for x in of]
+                found += [(name, x, "") for name, of in mosaic_kernels().items() for x in of]
             else:
                 print(f"without the Mosaic kernels: {reason}", file=sys.stderr)
-    print(format_table([_row(name, kernel) for name, kernel in found]))
+    print(format_table([_row(*x) for x in found]))
 
 
-def _row(variant: str, kernel: Compiled) -> measure.Row:
+def _row(variant: str, kernel: Compiled, milliseconds: str) -> measure.Row:
     found = loops(kernel)
     row = {"variant": variant, **kernel._asdict()}
     del row["ptx"], row["cubin"]
     row["tensor_core_instructions"] = tensor_core_instructions(kernel)
-    row["instructions by loop"] = ", ".join(f"{count}" for count, _ in found)
-    row["Ki multiply-adds"] = ", ".join(f"{multiply_adds >> 10}" for _, multiply_adds in found)
-    return row
+    row["instructions by loop"] = ", ".join(f"{x.instructions}" for x in found)
+    row["Ki multiply-adds"] = ", ".join(f"{x.multiply_adds >> 10}" for x in found)
+    row["KiB moved"] = ", ".join(f"{x.shared_bytes >> 10}" for x in found)
+    return row | {"ms": milliseconds}
+
+
+# Of a multiprocessor, per cycle: multiply-adds of 16-bit numbers, instructions of a warp, bytes of
+# shared memory. An H100 has 132 at up to some 1.7 GHz under a load of products.
+FORECAST, _RATES, _CYCLES_PER_MS = (90, "bfloat16"), (2048, 4, 128), 132 * 1.7e6
+
+
+def forecast(case: Any, index: int, kernel: Compiled) -> tuple[float, float]:
+    """Milliseconds of the kernel with this index in `Tuning` on an H100: from its tiles without
+    masks, if the three pipelines run beside one another, and if instructions wait for the slower
+    of the other two. Starts and ends of loops and blocks come on top of both."""
+    tile, windows = tuning_for(90, case.head_dim, 2)[index], case.windows
+    length, by_key = case.length, index == 2
+    sizes = length, length, tile.block_m, tile.block_n
+    visited = np.asarray(tiles.visits(tiles.bands(windows), *sizes, by_key=by_key))
+    count = int((visited[..., 3] - visited[..., 0]).sum()) * case.batch * case.num_heads
+    loop = min(loops(kernel), key=lambda x: x.instructions)
+    work = loop.multiply_adds, loop.instructions * kernel.num_warps, loop.shared_bytes
+    products, instructions, shared = (x / rate for x, rate in zip(work, _RATES, strict=True))
+    slower = max(products, shared)
+    least, most = max(slower, instructions), slower + instructions
+    return count * least / _CYCLES_PER_MS, count * most / _CYCLES_PER_MS
 
 
 def cases(op: str) -> list[Any]:
@@ -182,10 +209,16 @@ def tensor_core_instructions(kernel: Compiled) -> int:
     return len(_TENSOR_CORES.findall(kernel.ptx))
 
 
-def loops(kernel: Compiled) -> list[tuple[int, int]]:
-    """Of an iteration of the innermost loops with matrix products, from a label to the branch back
-    to it: instructions of a warp, and multiply-adds of the block on tensor cores. None where there
-    is no machine code (Mosaic)."""
+class Loop(NamedTuple):
+    """Of an iteration of an innermost loop with matrix products."""
+
+    instructions: int  # of a warp
+    multiply_adds: int  # of the block, on tensor cores
+    shared_bytes: int  # that the block reads and writes in shared memory
+
+
+def loops(kernel: Compiled) -> list[Loop]:
+    """Each from a label to the branch back to it. None where there is no machine code (Mosaic)."""
     if not kernel.cubin:
         return []
     import triton
@@ -206,17 +239,28 @@ def loops(kernel: Compiled) -> list[tuple[int, int]]:
             continue
         latest = index
         body = [instruction for _, instruction in lines[start : index + 1] if instruction]
-        found.append((len(body), sum(_multiply_adds(x, kernel.num_warps) for x in body)))
-    return [(count, multiply_adds) for count, multiply_adds in found if multiply_adds]
+        work = (_work(x, kernel.num_warps) for x in body)
+        found.append(Loop(len(body), *map(sum, zip(*work, strict=True))))
+    return [loop for loop in found if loop.multiply_adds]
 
 
-def _multiply_adds(instruction: str, num_warps: int) -> int:
-    """Of the block: a warp's HMMA is 16 x 8 x k, a warpgroup's (of four) HGMMA m x n x k."""
-    group = re.search(r"\bHGMMA\.(\d+)x(\d+)x(\d+)", instruction)
+def _work(instruction: str, num_warps: int) -> tuple[int, int]:
+    """(multiply-adds, bytes in shared memory) of the block: a warp's HMMA is 16 x 8 x k, a
+    warpgroup's (of four) HGMMA m x n x k, from whose 16-bit operands the left one may come from
+    registers."""
+    group = re.search(r"\bHGMMA\.(\d+)x(\d+)x(\d+)\S* R\d+, (R)?", instruction)
     if group:
-        return num_warps // 4 * int(group[1]) * int(group[2]) * int(group[3])
+        m, n, k = map(int, group.groups()[:3])
+        read = n * k if group[4] else (m + n) * k
+        return num_warps // 4 * m * n * k, num_warps // 4 * 2 * read
     warp = re.search(r"\bHMMA\.16(8)(8|16)\b", instruction)
-    return num_warps * 16 * int(warp[1]) * int(warp[2]) if warp else 0
+    if warp:
+        return num_warps * 16 * int(warp[1]) * int(warp[2]), 0
+    moved = re.search(r"\b(?:LDGSTS|LDS|STS|LDSM|STSM)\b(\S*)", instruction)
+    if not moved:
+        return 0, 0
+    width = 16 if re.search(r"\.(128|4)\b", moved[1]) else 8 if ".64" in moved[1] else 4
+    return 0, num_warps * 32 * width
 
 
 @functools.cache

@@ -6,9 +6,13 @@ code of a head of 96 is that of 80 but for the constant of a mask: 80 is compile
 9.0.
 """
 
+import functools
 import itertools
 
+import jax
+import jax.numpy as jnp
 import pytest
+from ttcd_kernels import short_conv_residual
 from ttcd_kernels.decode import tuning as decode_tuning
 from ttcd_kernels.dual_window import tuning as dual_window_tuning
 
@@ -16,14 +20,33 @@ from tests.machine_code import __main__ as machine_code
 from tests.machine_code.__main__ import REGISTERS, SHARED_LIMIT, cases, compile_kernels
 
 ATTENTION = ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
-CODE = {x.name: x for x in cases("dual_window") if x.head_dim == 64 or not x.has_documents}
+CODE = {x.name: x for x in cases("dual_window")}
 DECODE = {case.name: case for case in cases("decode")}
 ROWS = ("D32", "D64", "D80", "D128")
 EVERY_ROW = [*itertools.product((*ROWS, "D64 documents"), (89,))]
-SPILLED = {"bfloat16": (0, 64, 64), "float32": (2048, 2048, 2048)}  # bytes, at most
+# Bytes of each kernel, at most.
+SPILLED = {"bfloat16": (0, 96, 96), "float16": (0, 96, 96), "float32": (512, 512, 512)}
 # Per 4,096 query-key pairs on Hopper: instructions of each of the eight warps in the loop without
 # masks (dk and dv have one loop, with masks).
 INSTRUCTIONS = {"D128": (175, 155, 400), "D64": (115, 130, 360)}
+COMPILED = [
+    *(("bfloat16", name, 90) for name in (*ROWS[:2], "D64 documents", "D96", "D128")),
+    *(("bfloat16", *x) for x in EVERY_ROW),
+    *(("bfloat16", *x) for x in itertools.product(("D128", "D64 documents"), (80, 120))),
+    ("bfloat16", "D128 documents", 100),
+    *(("float32", *x) for x in EVERY_ROW),
+    *(("float32", "D128", gpu) for gpu in (90, 120)),
+]
+# All that "auto" may take: `pytest -m slow tests/machine_code`, which other runs do not collect.
+EVERY = [*itertools.product(SPILLED, CODE, SHARED_LIMIT)]
+
+
+def pytest_generate_tests(metafunc):
+    if "of_attention" in metafunc.fixturenames:
+        rest = [x for x in EVERY if x not in COMPILED]
+        rest = [pytest.param(x, marks=pytest.mark.slow) for x in rest]
+        is_asked = metafunc.config.option.markexpr == "slow"
+        metafunc.parametrize("of_attention", COMPILED + rest * is_asked)
 
 
 def _fits(kernel, capability):
@@ -31,20 +54,8 @@ def _fits(kernel, capability):
     assert kernel.registers * 32 * kernel.num_warps <= REGISTERS
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name", "capability"),
-    [
-        *(("bfloat16", name, 90) for name in CODE if name != "D80"),
-        *(("bfloat16", *x) for x in EVERY_ROW),
-        *(("bfloat16", *x) for x in itertools.product(("D128", "D64 documents"), (80, 120))),
-        ("bfloat16", "D64 documents", 100),
-        *(("float32", *x) for x in EVERY_ROW),
-        *(("float32", "D128", gpu) for gpu in (90, 120)),
-    ],
-)
-def test_attention_fits_spills_nothing_in_the_forward_and_computes_no_product_twice(
-    dtype, name, capability
-):
+def test_attention_fits_spills_nothing_in_the_forward_and_computes_no_product_twice(of_attention):
+    dtype, name, capability = of_attention
     kernels = compile_kernels("dual_window", CODE[name]._replace(dtype=dtype), capability)
     assert [kernel.name for kernel in kernels] == ATTENTION
     for kernel, bound in zip(kernels, SPILLED[dtype], strict=True):
@@ -59,8 +70,25 @@ def test_attention_fits_spills_nothing_in_the_forward_and_computes_no_product_tw
         for kernel, tile, products, bound in rows:
             pairs, found = tile.block_m * tile.block_n, machine_code.loops(kernel)
             assert kernel.num_warps == 8
-            assert min(count for count, _ in found) * 4096 / pairs <= bound
-            assert {multiply_adds for _, multiply_adds in found} == {products * pairs * head_dim}
+            assert min(x.instructions for x in found) * 4096 / pairs <= bound
+            assert {x.multiply_adds for x in found} == {products * pairs * head_dim}
+
+
+def test_convolutions_fit_and_spill_nothing():
+    """With all taps that they take, documents and norms."""
+    z, taps = (jax.ShapeDtypeStruct(x, "bfloat16") for x in ((1, 2, 1024, 4096), (8, 4096)))
+    options = {"is_causal": False, "normalizes_keys": True, "implementation": "triton"}
+    options["segment_ids"] = jnp.zeros(z.shape[:3], "int32")
+
+    def gradients(*operands):
+        results, pull = jax.vjp(functools.partial(short_conv_residual, **options), *operands)
+        return pull(results)
+
+    for launched in machine_code.launches(gradients, [z, z, taps, taps], 90):
+        kernel = machine_code.compile_launch(launched, 90)
+        assert kernel.name.startswith("short_conv_residual")
+        assert kernel.spill_bytes == 0
+        _fits(kernel, 89)
 
 
 @pytest.mark.skipif(

@@ -5,15 +5,16 @@ from typing import Literal, TypedDict, Unpack
 import jax.numpy as jnp
 
 from ttcd_kernels.dispatch import Candidate, choose
-from ttcd_kernels.dual_window import mosaic_call, triton_call, xla
+from ttcd_kernels.dual_window import lse, mosaic_call, triton_call, xla
 from ttcd_kernels.windows import Ids, Keys, Queries, Results, check_operands, checked
 
-Implementation = Literal["auto", "triton", "mosaic", "xla"]
+Implementation = Literal["auto", "triton", "mosaic", "lse", "xla"]
 # "auto" takes the first that can run and needs no check, or has had it.
 CANDIDATES = {
     "triton": Candidate(triton_call.dual_window, triton_call.unsupported, needs_check=True),
     "xla": Candidate(xla.dual_window),
     "mosaic": Candidate(mosaic_call.dual_window, mosaic_call.unsupported, is_automatic=False),
+    "lse": Candidate(lse.dual_window, is_automatic=False),
 }
 
 
@@ -37,6 +38,9 @@ def dual_window_attention_with_lse(
 
         lse_i = log sum_j exp(scale * q_i . k_j),  out_i = sum_j exp(scale * q_i . k_j - lse_i) v_j
 
+    A number of v that is not finite reaches every query that its tile of keys is computed for, also
+    those before it and of other segments: it is multiplied by their weight, 0.
+
     `scale` defaults to H**-0.5. Query head n reads kv head n // (N / K). Log-sum-exps are float32
     (float64 for float64 inputs). Differentiable in q, k, v through all four results, at five matrix
     products per query-key pair of the teacher's window (seven in the kernels: two, no atomics).
@@ -47,6 +51,9 @@ def dual_window_attention_with_lse(
                 times the products, no more bytes of device memory
         mosaic  the same for Hopper alone (wgmma, TMA): 16-bit operands, head dims 64, 128, scale
                 > 0
+        lse     two calls of a stock attention, joined through their log-sum-exps: of cuDNN on a GPU
+                (16-bit operands, no segment_ids, head dims of 8 n up to 128, on Hopper 256), else
+                of xla; the gradients are those of triton or xla, as auto chooses
         xla     blocks of queries, O(T * window) bytes, on any device
         auto    triton where it can run and has been checked (`python -m ttcd_kernels.check`), else
                 xla
@@ -66,8 +73,8 @@ def dual_window_attention_with_lse(
         )
     windows = checked(teacher_window, student_window, scale, S, H).within(S)
     if not q.size:
-        lse = jnp.zeros(q.shape[:3], jnp.promote_types(q.dtype, jnp.float32))
-        return jnp.zeros_like(q), jnp.zeros_like(q), lse, lse
+        sums = jnp.zeros(q.shape[:3], jnp.promote_types(q.dtype, jnp.float32))
+        return jnp.zeros_like(q), jnp.zeros_like(q), sums, sums
     run = choose("dual-window attention", implementation, CANDIDATES, q, k, v, segment_ids)
     return run(q, k, v, segment_ids, windows)
 

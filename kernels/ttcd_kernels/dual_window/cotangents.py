@@ -21,6 +21,7 @@ from ttcd_kernels.partitioning import everywhere
 from ttcd_kernels.windows import Ids, Keys, Queries, Results
 
 ATTENTION = "attention"  # the checkpoint name of results
+GRADIENTS = "QKKIQLLQLL -> QKK"  # of `backward_operands` the kinds, as of `everywhere`
 
 type QKV = tuple[Queries, Keys, Keys]
 
@@ -53,7 +54,7 @@ def by_kernels(
 ) -> Results:
     """`with_gradients` of launches, under vmap and on a mesh."""
     run = functools.partial(everywhere, forward, "QKKI -> QQLL")
-    pull = functools.partial(everywhere, backward, "QKKIQLLQLL -> QKK")
+    pull = functools.partial(everywhere, backward, GRADIENTS)
     return with_gradients(run, pull, *operands)
 
 

@@ -9,9 +9,10 @@ import numpy as np
 
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import tiles
-from ttcd_kernels.dual_window.cotangents import QKV, by_kernels
+from ttcd_kernels.dual_window.cotangents import GRADIENTS, QKV, by_kernels
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, Tile, Tuning, tuning_for
 from ttcd_kernels.launch import Operand
+from ttcd_kernels.partitioning import everywhere
 from ttcd_kernels.windows import Ids, Keys, Queries, Results, Windows
 
 
@@ -24,10 +25,20 @@ def dual_window(q: Queries, k: Keys, v: Keys, segment_ids: Ids | None, windows: 
     """All four results of the call, for operands that are not `unsupported`; differentiable through
     all of them, deterministic. float32 operands are multiplied as three products in TF32, whose
     sum is within some 2^-21 of the product."""
+    forward = functools.partial(_launch_forward, *_static(windows, q, k))
+    backward = functools.partial(_launch_backward, *_static(windows, q, k))
+    return by_kernels(forward, backward, q, k, v, segment_ids)
+
+
+def gradients(windows: Windows, *arrays: Any) -> QKV:
+    """dq, dk, dv from the arrays of `cotangents.backward_operands`, whatever the forward was."""
+    backward = functools.partial(_launch_backward, *_static(windows, *arrays[:2]))
+    return everywhere(backward, GRADIENTS, *arrays)
+
+
+def _static(windows: Windows, q: Operand, k: Operand) -> tuple[Windows, Tuning]:
     tuning = tuning_for(launch.known_capability(q), q.shape[-1], q.dtype.itemsize)
-    static = windows.within(k.shape[1]), tuning
-    forward = functools.partial(_launch_forward, *static)
-    return by_kernels(forward, functools.partial(_launch_backward, *static), q, k, v, segment_ids)
+    return windows.within(k.shape[1]), tuning
 
 
 def _launch_forward(windows: Windows, tuning: Tuning, *operands: Any) -> Results:

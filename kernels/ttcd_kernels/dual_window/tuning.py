@@ -34,12 +34,17 @@ TABLE: dict[tuple[int, int], Tuning] = {
 }
 # On 10.0 the tiles of 9.0 spill; on 12.0 a block has 99 KiB of shared memory, as on 8.6 and 8.9.
 TABLE |= {(gpu, head_dim): TABLE[80, head_dim] for gpu in (100, 120) for head_dim in (32, 64, 128)}
+# On 10.0 those of 8.0 spill 136 bytes at 32 and 1,152 at 128, with documents.
+TABLE[100, 32] = TABLE[80, 32]._replace(forward=Tile(128, 64, 8, 3))
+TABLE[100, 128] = TABLE[80, 128]._replace(backward_kv=Tile(32, 32, 4, 2))
 # 80 and 96 are padded to 128 columns, inside the kernels.
 TABLE |= {(gpu, dim): TABLE[gpu, 128] for gpu in (80, 90, 100, 120) for dim in (80, 96)}
 HEAD_DIMS = (32, 64, 80, 96, 128)
 # Operands of four bytes, which are multiplied as three products in TF32; for every GPU.
 _FLOAT32 = {dim: Tile(32, 32, *((4, 2) if dim <= 64 else (8, 1))) for dim in HEAD_DIMS}
 FLOAT32 = {(80, dim): Tuning(tile, tile, tile) for dim, tile in _FLOAT32.items()}
+for _dim in (80, 96, 128):  # 32 queries would spill 1,392 bytes
+    FLOAT32[80, _dim] = FLOAT32[80, _dim]._replace(backward_q=Tile(16, 32, 4, 1))
 
 # Tried for each kernel by `ttcd_kernels.tune`, alongside the table's.
 _BLOCKS = (32, 128), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128)

@@ -19,7 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from ttcd_kernels.dual_window.cotangents import QKV, with_gradients
-from ttcd_kernels.windows import Ids, Keys, Queries, Results, Windows
+from ttcd_kernels.windows import Ids, Keys, Lses, Outs, Queries, Results, Windows
+
+# Of queries [B, T] and of keys [B, S].
+type TwoIds = tuple[jax.Array, jax.Array] | None
 
 _MAX_SCORE_ELEMENTS = 1 << 24  # one block's scores: 64 MiB in float32
 _MIN_BLOCK, _MAX_BLOCK = 16, 128
@@ -66,7 +69,11 @@ def dual_window(q: Queries, k: Keys, v: Keys, segment_ids: Ids | None, windows: 
     T, S = q.shape[1], k.shape[1]
     early = min(windows.teacher - (S - T), T)
     few = early < max(8 * _shape(windows, q, k).block, T // 4)
-    passes = functools.partial(_forward, windows), functools.partial(gradients, windows)
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> Results:
+        return _forward(windows, q, k, v, of_both(ids, q))
+
+    passes = forward, functools.partial(gradients, windows)
     if few or windows.teacher <= 2 * (S - T):
         return with_gradients(*passes, q, k, v, segment_ids)
     early = min(early, T // 2)
@@ -132,32 +139,44 @@ class _Band(NamedTuple):
         return _take(x, self.start, self.columns).swapaxes(1, 2)
 
 
-def _band(
-    shape: _Shape, ids: jax.Array | None, index: jax.Array, nearest: int, reach: int
-) -> _Band:
-    first = index * shape.block + shape.halo
+def _band(shape: _Shape, ids: TwoIds, index: jax.Array, nearest: int, reach: int) -> _Band:
+    row = index * shape.block
+    first = row + shape.halo
     columns = min(reach - nearest + shape.block, shape.num_keys)
     start = jnp.clip(first - reach, 0, shape.num_keys - columns)
     distance = first - start + jnp.arange(shape.block)[:, None] - jnp.arange(columns)
     mask = ((distance >= nearest) & (distance < reach))[None]
     if ids is not None:
-        of_queries, of_keys = _take(ids, first, shape.block), _take(ids, start, columns)
+        of_queries, of_keys = _take(ids[0], row, shape.block), _take(ids[1], start, columns)
         mask = mask & (of_queries[:, :, None] == of_keys[:, None, :])
     return _Band(start, columns, mask)
 
 
-def _forward(
-    windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
-) -> Results:
+def of_both(segment_ids: Ids | None, q: Queries) -> TwoIds:
+    """The documents of queries and of keys."""
+    return None if segment_ids is None else (segment_ids[:, -q.shape[1] :], segment_ids)
+
+
+def one_window(
+    q: Queries, k: Keys, v: Keys, ids: TwoIds, window: int, scale: float
+) -> tuple[Outs, Lses]:
+    """(out [B, T, N, H], lse [B, T, N]) without gradients. A query that sees no key has a finite
+    out, and an lse far below any."""
+    out, _, lse, _ = _forward(Windows(window, window, scale), q, k, v, ids)
+    return out, lse
+
+
+def _forward(windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array, ids: TwoIds) -> Results:
     shape = _shape(windows, q, k)
     T, K, c = q.shape[1], k.shape[2], shape.block
     state = jnp.promote_types(q.dtype, jnp.float32)
     dot = _product(q, state)
-    q, k, v, ids = _pad_rows(-T % c, q, k, v, segment_ids)
+    q, k, v, ids = _pad_rows(-T % c, q, k, v, ids)
+    never = jnp.finfo(state).min  # not -inf, which would make NaN of a query that sees no key
 
     def attend(score: jax.Array, band: _Band) -> tuple[jax.Array, jax.Array]:
-        """(output, lse) of softmax over the columns; a query always sees itself."""
-        score = jnp.where(band.mask[:, None, None], score, -jnp.inf)
+        """(output, lse) of softmax over the columns."""
+        score = jnp.where(band.mask[:, None, None], score, never)
         peak = score.max(-1, keepdims=True)
         weight = jnp.exp(score - peak)
         total = weight.sum(-1, keepdims=True)
@@ -193,7 +212,7 @@ def gradients(windows: Windows, *arrays: Any) -> QKV:
     shape = _shape(windows, q, k)
     (T, S), c, state = (q.shape[1], k.shape[1]), shape.block, of_bands[-1].dtype
     rows = q, *of_bands[: 3 * (1 + shape.has_far)]
-    rows, k, v, ids = _pad_rows(-T % c, rows, k, v, segment_ids)
+    rows, k, v, ids = _pad_rows(-T % c, rows, k, v, of_both(segment_ids, q))
     dot, K, scale = _product(q, state), k.shape[2], shape.windows.scale
     w_T, w_S, _ = shape.windows
 
