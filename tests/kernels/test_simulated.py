@@ -21,7 +21,6 @@ from ttcd_kernels import (
     decode_attention_with_lse,
     dual_window_attention_with_lse,
     launch,
-    parity,
     short_conv_residual,
 )
 from ttcd_kernels.decode import triton_call as decode_call
@@ -30,6 +29,8 @@ from ttcd_kernels.dual_window import mosaic_call, triton_call
 from ttcd_kernels.dual_window.cotangents import with_gradients
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, Tile, Tuning, tuning_for
 from ttcd_kernels.windows import Windows
+
+from experiments.studies.kernels import programs
 
 # A case is a call of the kernels with a small tile, or (`is_public`) as users make it.
 DUAL = {"T": 40, "S": 40, "N": 2, "K": 1, "H": 32, "teacher": 16, "student": 8}
@@ -294,7 +295,7 @@ def _conv(case):
         return results, [jax.vjp(run, *arrays)[1](given) for run, (arrays, given) in both]
 
     results, gradients = jax.device_get(found(operands, exact, cotangents))
-    ulps = [[int(parity.ulps(*x).max()) for x in zip(*pair, strict=True)] for pair in results]
+    ulps = [[int(programs.ulps(*x).max()) for x in zip(*pair, strict=True)] for pair in results]
     return *ulps, *(_error(*pair)[0] for pair in zip(*gradients, strict=True))
 
 

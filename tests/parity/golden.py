@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from ttcd_kernels import parity
 
+from experiments.studies.kernels import programs
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import parse_json, read_arrays
 
@@ -117,7 +117,7 @@ def relative_error(ours: Any, theirs: np.ndarray) -> float:
     ours = np.asarray(ours)
     if ours.shape != theirs.shape:
         raise DataError(f"shape {ours.shape} against the reference's {theirs.shape}")
-    return parity.relative_error(ours, theirs)
+    return programs.relative_error(ours, theirs)
 
 
 def worst(ours: Mapping[str, Any], golden: Golden, dtype: str) -> Comparison:

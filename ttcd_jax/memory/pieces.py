@@ -89,8 +89,8 @@ def over_piece[W, S](
 def closed[W, S](memory: ChunkedMemory[W, S], state: OpenChunk[W, S], count: Int[Array, " B"]) -> S:
     """The memory of rows that end here: the `count` tokens of an open chunk are written as those
     of the last chunk of a whole row are."""
-    if not (stored := jax.tree.leaves(state.open)):  # they are, or nothing writes
-        return state.memory
+    if state.open is None or not (stored := jax.tree.leaves(state.open)):
+        return state.memory  # they are, or nothing writes
     mask = jnp.arange(stored[0].shape[1]) < count[:, None]
     return where_rows(count > 0, memory.write(state.memory, state.open, mask), state.memory)
 

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from ttcd_kernels import measure, parity
+from ttcd_kernels import measure
 from ttcd_kernels.table import Row
 
+from experiments.studies.kernels import programs
 from ttcd_jax.config import Positive
 from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.sources import row_length, text_records
@@ -245,9 +246,9 @@ def agreement(row: str, candidate: jax.Array, reference: jax.Array) -> Iterator[
     largest distance in such units, all in the narrower of the two dtypes; the largest difference
     over the largest magnitude."""
     pair = np.asarray(candidate), np.asarray(reference)
-    ulps = parity.ulps(*sorted(pair, key=lambda x: x.dtype.itemsize))
+    ulps = programs.ulps(*sorted(pair, key=lambda x: x.dtype.itemsize))
     shares = (float((ulps <= most).mean()) for most in range(3))
-    values = *shares, int(ulps.max()), parity.relative_error(*pair)
+    values = *shares, int(ulps.max()), programs.relative_error(*pair)
     yield from map(Cell, [row] * 5, _AGREEMENT, values)
 
 

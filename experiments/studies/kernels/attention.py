@@ -173,7 +173,8 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
         attend = functools.partial(attend, implementation=implementation)
         return lambda *qkv: tuple(attend(*qkv, window=window) for window in windows)
 
-    functions = {"xla": dual("xla"), "xla two calls": each(single, "xla", teacher, student)}
+    functions = {"xla": dual("xla"), "lse": dual("lse")}
+    functions["xla two calls"] = each(single, "xla", teacher, student)
     qkv: Any = operand_shapes(case)[:3]
     if triton_call.unsupported(*qkv) is None:
         functions |= {"triton": dual("triton"), "triton teacher": each(single, "triton", teacher)}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped, UInt
 from ttcd_kernels import measure
 from ttcd_kernels.measure import Row
 
@@ -132,3 +132,19 @@ def relative_error(
         difference = np.where(found == expected, 0, np.abs(found - expected)).max()
     magnitude = np.abs(expected[np.isfinite(expected)]).max(initial=0) or 1.0
     return float(difference / magnitude)
+
+
+def ulps(
+    found: Float[np.ndarray, "*shape"], expected: Float[np.ndarray, "*shape"]
+) -> UInt[np.ndarray, "*shape"]:
+    """Number of representable numbers between each element and the expected one, rounded to the
+    dtype of `found`; unsigned."""
+    ours, theirs = _ordered(found), _ordered(expected.astype(found.dtype))
+    return np.where(ours > theirs, ours - theirs, theirs - ours).view(np.uint64)
+
+
+def _ordered(x: np.ndarray) -> np.ndarray:
+    """Floats as integers that count representable numbers."""
+    integer = {2: np.int16, 4: np.int32, 8: np.int64}[x.dtype.itemsize]
+    bits = x.view(integer).astype(np.int64)
+    return np.where(bits < 0, np.iinfo(integer).min - bits, bits)
