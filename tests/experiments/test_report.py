@@ -6,8 +6,8 @@ import commands
 import pytest
 from checks import refused
 from ttcd_kernels import bench, measure
-from ttcd_kernels.dual_window.bench import SHAPES
 
+from experiments.studies.kernels.attention import SHAPES
 from ttcd_jax.commands.report.sections import write_report
 from ttcd_jax.errors import DataError
 
