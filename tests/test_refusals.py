@@ -266,7 +266,7 @@ LINES = [
     (f"{GENERATE} --prompt_file=- --step=8", 4, "there is no checkpoint step 8"),
     ("report --run_dir=RUN --output=FOLDER/page", 2, "nothing was measured in"),
     ("report --run_dir=FOLDER/absent", 2, "nothing was measured in FOLDER/absent"),
-    ("report --run_dir=GOOD --output=BOOK", 2, "BOOK/recall.svg"),
+    ("report --run_dir=GOOD --output=BOOK", 2, "BOOK is a file"),
     ("report --run_dir=GOOD --run_dir=FOLDER", 2, "nothing was measured in FOLDER:"),
     ("convert import --format=reference FOLDER/absent FOLDER/run", 3, "at FOLDER/absent"),
     ("convert grow --format=reference RUN FOLDER", 2, "'grow' is neither import nor export"),

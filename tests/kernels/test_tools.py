@@ -37,7 +37,7 @@ from tests.machine_code import __main__ as machine_code
 
 TINY = ["--op", "dual_window", "--shapes", "tiny"]
 ODD = Case("29 of 40, 13/6 H2/1 D8", 29, 2, 1, 8, 13, 6, num_keys=40, dtype="float32")
-OURS = ("xla", "xla two calls")
+OURS = ("xla", "lse", "xla two calls")
 NOTES = {
     "peer": "failed: NotImplementedError: head dim 8 is too small",
     "sign": r"failed: error \d.* of d., allowed 1e-05",
@@ -84,7 +84,7 @@ def wrong(monkeypatch):
 def test_the_report_names_machine_shapes_and_every_measurement(wrong, tmp_path, capsys):
     """A peer may refuse; a kernel of ours that is wrong fails the command, after all is measured
     and written."""
-    file, notes = tmp_path / "report.json", {"xla": ""} | NOTES
+    file, notes = tmp_path / "report.json", {"xla": "", "lse": ""} | NOTES
     with pytest.raises(SystemExit, match="failed: sign, row, noise; the notes above say why"):
         bench.main([*TINY, "--output", str(file)])
     report = json.loads(file.read_text())

@@ -43,6 +43,8 @@ def main(argv: list[str]) -> None:
         names = ", ".join(FLAGS.headroom)
         raise UserError(f"--headroom names a control and a ceiling, got {names}: give two columns")
     output = storage.to_path(FLAGS.output) if FLAGS.output else first / "report"
+    if output.is_file():
+        raise UserError(f"--output={output} is a file: name a folder")
     for section in write_report(run_dirs, output, FLAGS.next, FLAGS.headroom):
         print(f"\n{section.title}\n{format_table(section.table)}")
     if (page := output / "index.html").exists():
