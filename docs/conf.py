@@ -39,6 +39,7 @@ nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures; links between p
 myst_heading_anchors = 4
 nb_execution_mode = "cache"
 nb_execution_timeout = 300
+nb_merge_streams = True
 nb_execution_raise_on_error = True
 html_theme = "furo"
 html_title = "ttcd_jax"

@@ -20,7 +20,7 @@ _STYLE = """<style>
 .seen { font: 15px/1.6 system-ui, sans-serif; max-width: 100%; overflow-x: auto; }
 .seen pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 30rem; overflow-y: auto;
   font: 13px/1.7 ui-monospace, Menlo, Consolas, monospace; }
-.seen svg { display: block; width: 100%; max-width: 860px; height: auto; }
+.seen svg { display: block; width: 100%; min-width: 560px; max-width: 860px; height: auto; }
 .seen text { fill: currentColor; font-size: 11px; }
 .seen td, .seen th { padding: .2rem .7rem .2rem 0; text-align: left; vertical-align: top; }
 @media print { .seen pre { max-height: none; } }
@@ -127,7 +127,9 @@ def _reads(seen: Any, layer: int | None = None, queries: Any = None) -> str:
             value, start = float(shares[row, column]), edges[column]
             title = f"token {query}: {value:.3f} from {start} .. {min(start + per, count) - 1}"
             place = f'x="{LEFT + column * step:.2f}" y="{y:.2f}" width="{step:.2f}"'
-            colour = f'height="{tall:.2f}" fill="{_colour(value)}"'
+            colour = (
+                f'height="{tall:.2f}" fill="{_colour(math.copysign(math.sqrt(abs(value)), value))}"'
+            )
             marks += [f"<rect {place} {colour}><title>{title}</title></rect>"]
     bottom = 10 + len(shares) * tall
     frame = f'x="{LEFT}" y="10" width="{WIDTH - LEFT - 10}" height="{bottom - 10:.1f}"'
@@ -136,7 +138,8 @@ def _reads(seen: Any, layer: int | None = None, queries: Any = None) -> str:
     marks += [_label(WIDTH - 10, bottom + 16, f"{count - 1:,}")]
     caption = (
         f"Who wrote what tokens read in layer {layer}: a line is a read, a column {per} tokens "
-        "that wrote. Blue: in its direction, orange: against it; a line adds up to 1."
+        "that wrote. Blue: in its direction, orange: against it; a line adds up to 1, and a "
+        "quarter has half the colour."
     )
     return _svg(bottom + 24, caption, marks)
 
