@@ -23,7 +23,10 @@ from ttcd_jax.measure.pictures import plot_lines
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "experiments/records"
-PAGES = [ROOT / "README.md", ROOT / "experiments/RESULTS.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    *(ROOT / x for x in ("README.md", "experiments/RESULTS.md", "examples/model/README.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+]
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->)\n.*?(<!-- end -->)", re.DOTALL)
 _FIELD = re.compile(r"{(.*?)(?::([.,].*?))?}")
 
