@@ -50,12 +50,13 @@ def test_what_a_run_says_of_its_speed_is_that_of_the_clock(tmp_path, capsys, mon
     assert all(json.loads(line, parse_constant=pytest.fail) for line in lines)  # no NaN
 
 
-def _warned_at(caplog, name, values):
-    """The steps at which a watch warns, with every text."""
+def _warned_at(caplog, name, values, last=None):
+    """The steps at which a watch warns, with every text; `last` ends the run."""
     caplog.clear()
     watch = reporting.MemoryWatch()
     for step, value in enumerate(values, start=1):
-        watch.warn(step, {"loss": 9.0, name: value, "skipped": "a text"})
+        record = {"loss": 9.0, name: value, "skipped": "a text"}
+        watch.warn(step, record, is_last=step == last)
     texts = [record.getMessage() for record in caplog.records]
     return [int(re.match(r"step (\d+): ", text)[1]) for text in texts], texts
 
@@ -73,3 +74,5 @@ def test_memories_are_warned_of_by_the_median_of_a_window(caplog):
     assert (steps, "the gate of the memory shuts" in texts[0]) == ([31], True)
     steps, texts = _warned_at(caplog, "window_share/0", [0.06] * 20 + [0.04] * 20 + [0.0] * 60)
     assert (steps, "it is no context distillation" in texts[0]) == ([31, 51], True)
+    for last, warned in ((2, []), (3, [3]), (8, [8])):
+        assert _warned_at(caplog, "window_share/0", [0.0] * last, last)[0] == warned

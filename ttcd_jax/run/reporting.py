@@ -84,7 +84,7 @@ def reporter(
             logging.warning(text, step, reason, *rows, *counts)
         write(step, record)
         _show(progress, step, left, config.steps, record)
-        memories.warn(step, record)
+        memories.warn(step, record, is_last=step == config.steps)
 
     try:
         yield [MetricCallback(config.log_every, log)], write
@@ -110,18 +110,19 @@ _FINDINGS = {  # of a metric: its bound, 1 where more is bad and -1 where less i
 
 
 class MemoryWatch:
-    """Warns of memories by the median of the last 20 logged values, from the tenth on; again when
-    it is twice as bad, or ten times as many steps are done."""
+    """Warns of memories by the median of the last 20 logged values, from the tenth on, of a shorter
+    run at its end from the third; again when it is twice as bad, or ten times as many steps are
+    done."""
 
     def __init__(self) -> None:
         self._values: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=20))
         self._warned: dict[str, tuple[int, float]] = {}
 
-    def warn(self, step: int, record: dict[str, Any]) -> None:
+    def warn(self, step: int, record: dict[str, Any], *, is_last: bool = False) -> None:
         for name in (x for x in record if x.partition("/")[0] in _FINDINGS):
             values, (bound, sign, finding) = self._values[name], _FINDINGS[name.partition("/")[0]]
             values.extend([] if math.isnan(record[name]) else [record[name]])
-            if len(values) < 10:
+            if len(values) < (3 if is_last else 10):
                 continue
             now = (max(median := statistics.median(values), 1e-30) / bound) ** sign
             warned_step, warned = self._warned.get(name, (0, 0.5))
