@@ -74,5 +74,5 @@ def test_memories_are_warned_of_by_the_median_of_a_window(caplog):
     assert (steps, "the gate of the memory shuts" in texts[0]) == ([31], True)
     steps, texts = _warned_at(caplog, "window_share/0", [0.06] * 20 + [0.04] * 20 + [0.0] * 60)
     assert (steps, "it is no context distillation" in texts[0]) == ([31, 51], True)
-    for last, warned in ((2, []), (3, [3]), (8, [8])):
+    for last, warned in ((4, []), (5, [5]), (8, [8])):
         assert _warned_at(caplog, "window_share/0", [0.0] * last, last)[0] == warned

@@ -111,7 +111,7 @@ _FINDINGS = {  # of a metric: its bound, 1 where more is bad and -1 where less i
 
 class MemoryWatch:
     """Warns of memories by the median of the last 20 logged values, from the tenth on, of a shorter
-    run at its end from the third; again when it is twice as bad, or ten times as many steps are
+    run at its end from the fifth; again when it is twice as bad, or ten times as many steps are
     done."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class MemoryWatch:
         for name in (x for x in record if x.partition("/")[0] in _FINDINGS):
             values, (bound, sign, finding) = self._values[name], _FINDINGS[name.partition("/")[0]]
             values.extend([] if math.isnan(record[name]) else [record[name]])
-            if len(values) < (3 if is_last else 10):
+            if len(values) < (5 if is_last else 10):
                 continue
             now = (max(median := statistics.median(values), 1e-30) / bound) ** sign
             warned_step, warned = self._warned.get(name, (0, 0.5))
