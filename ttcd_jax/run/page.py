@@ -208,7 +208,7 @@ def write_report(
     next_steps: Sequence[str] = (),
 ) -> list[Section]:
     """Writes the page `path` of `runs`, those of `results` by name, and `others`, with pictures in
-    a folder; returns its sections."""
+    a folder; returns its sections, but for the settings."""
     rows = run_rows(runs)
     known = {run.label: facts(run, row) for run, row in zip(runs, rows, strict=True)}
     with coloured_by_run({name: x.method for name, x in known.items()}) as colours:
@@ -217,8 +217,8 @@ def write_report(
     if not story:
         training = [x._replace(is_detail=False) for x in training]
     last = [settings_section(runs, rows)] if runs else []
-    sections = [*story, *others, *training, *last]
-    options = {"colours": colours, "sections": sections, "next_steps": next_steps}
+    sections = [*story, *others, *training]
+    options = {"colours": colours, "sections": [*sections, *last], "next_steps": next_steps}
     options |= {"answers": answers(measured(results), known)} if runs else {}
     title = " and ".join(x.label for x in runs) or "Measurements"
     write_page(path, title=title, runs=first_columns(rows), **options)

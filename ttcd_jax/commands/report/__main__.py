@@ -45,8 +45,7 @@ def main(argv: list[str]) -> None:
     output = storage.to_path(FLAGS.output) if FLAGS.output else first / "report"
     if output.is_file():
         raise UserError(f"--output={output} is a file: name a folder")
-    sections = write_report(run_dirs, output, FLAGS.next, FLAGS.headroom)
-    for section in (x for x in sections if not x.is_detail):  # the page has those too
+    for section in write_report(run_dirs, output, FLAGS.next, FLAGS.headroom):
         print(f"\n{section.title}\n{format_table(section.table)}")
     if (page := output / "index.html").exists():
         print("\n" + printable(f"page {page}, pictures next to it"))
