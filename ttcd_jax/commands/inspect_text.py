@@ -83,10 +83,8 @@ def _write(seen: Any, tables: dict[str, Any], answers: list[Any], folder: Any) -
         views += [seen.show(what, layer=layer).html for what in ("reads", "gate")]
     sections = [Section(title, rows) for title, rows in tables.items()]
     title = f"{len(seen.tokens):,} tokens of {FLAGS.text}, {seen.model.config.label}"
-    write_page(page := folder / "index.html", title=title, sections=sections)
-    if page.exists():  # else jinja2 is missing
-        whole = page.read_text(encoding="utf-8")
-        write_whole(page, whole.replace("</main>", f"{page_part(*views)}</main>", 1))
+    page = folder / "index.html"
+    write_page(page, title=title, sections=sections, views=page_part(*views))
 
 
 if __name__ == "__main__":

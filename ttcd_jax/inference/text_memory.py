@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Float
 
 from ttcd_jax.errors import UserError
@@ -40,7 +39,6 @@ from ttcd_jax.memory.prefix import SumMemory
 from ttcd_jax.methods.in_place import InPlaceMLP
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train import layers_on_disk as disk
-from ttcd_jax.train.state import abstract_params, with_params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -170,8 +168,7 @@ def dense(model: Transformer, memory: TextMemory) -> Transformer:
     for name, (*_, mlp) in _layers(own).items():
         weight = rows[f"{name}/down"] + mlp.settings.eta * memory.layers[name]
         rows[f"{name}/down"] = mlp.read_scale(has_gap)[:, None].astype(dtype) * weight
-    leaves = disk.stacked(plain, rows, disk.by_name(abstract_params(plain)))
-    return with_params(plain, jax.tree.map(jnp.asarray, unflatten_dict(leaves, sep="/")))
+    return disk.model_of(plain, rows)
 
 
 def _layers(model: InferenceModel) -> dict[str, tuple[int, str, InPlaceMLP]]:

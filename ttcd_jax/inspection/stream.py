@@ -2,16 +2,13 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.traverse_util import unflatten_dict
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.methods.ipttcd_stream import StreamMemoryConfig
 from ttcd_jax.methods.registry import method_named
 from ttcd_jax.train import layers_on_disk as disk
-from ttcd_jax.train.state import abstract_params, with_params
 
 
 def with_stream_memory(
@@ -37,6 +34,4 @@ def with_stream_memory(
         name: rows[name] if name in rows else jnp.zeros(x.shape, x.dtype)
         for name, x in disk.stored_params(new).items()
     }
-    leaves = disk.stacked(new, rows, disk.by_name(abstract_params(new)))
-    tree = unflatten_dict(jax.tree.map(jnp.asarray, leaves), sep="/")
-    return run._replace(model=with_params(new, tree), config=new)
+    return run._replace(model=disk.model_of(new, rows), config=new)

@@ -62,10 +62,11 @@ def write_page(
     sections: Sequence[Section] = (),
     next_steps: Sequence[str] = (),
     answers: Sequence[Answer] = (),
+    views: str = "",
 ) -> None:
     """The HTML page: answers, a table of the runs, whose column `run` has the colour `colours[run]`
-    of their curves, sections with an index, next steps. Text is escaped; backticks in a sentence or
-    a next step mark code."""
+    of their curves, sections with an index, next steps, and HTML as it is, `views`. Other text is
+    escaped; backticks in a sentence or a next step mark code."""
     try:
         import jinja2
         from markupsafe import Markup
@@ -99,7 +100,7 @@ def write_page(
         "image": image,
     }
     content = {"title": title, "runs": runs, "sections": sections, "next_steps": next_steps}
-    content |= {"answers": answers, "words": _WORDS}
+    content |= {"answers": answers, "words": _WORDS, "views": Markup(views)}
     page = environment.from_string(template).render(content, colours=colours or {}, **functions)
     write_whole(path, page)
 

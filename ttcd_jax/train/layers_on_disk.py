@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ttcd_jax.errors import UserError, listed
 from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.models.transformer import layer_slots
-from ttcd_jax.train.state import abstract_params
+from ttcd_jax.models.transformer import Transformer, layer_slots
+from ttcd_jax.train.state import abstract_params, with_params
 
 
 def by_name(tree: Any) -> dict[str, Any]:
@@ -134,3 +134,9 @@ def _of_row(sharding: Sharding | None) -> Sharding | None:
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+
+def model_of(config: TransformerConfig, rows: Leaves) -> Transformer:
+    """The model of parameters by their names on disk."""
+    leaves = stacked(config, rows, by_name(abstract_params(config)))
+    return with_params(config, unflatten_dict(jax.tree.map(jnp.asarray, leaves), sep="/"))
