@@ -15,6 +15,7 @@ import numpy as np
 from ttcd_kernels import measure
 from ttcd_kernels.measure import MIB, MILLISECOND, Row, over
 
+from experiments.studies.kernels.programs import turn
 from ttcd_jax.commands.cli import CONFIG_DIR
 from ttcd_jax.commands.plan import PEAK_SHARE
 from ttcd_jax.config import DISTINCT, Config, NonNegative, NonNegativeFloat, Positive
@@ -62,7 +63,8 @@ class Step(Config):
         """Measures and gives the tables, one after another."""
         configs = self.configs()
         steps = {gin: random_step(config) for gin, config in configs.items()}
-        seconds = measure.median_seconds({gin: x for gin, (x, _) in steps.items()}, self.rounds)
+        with turn():
+            seconds = measure.median_seconds({gin: x for gin, (x, _) in steps.items()}, self.rounds)
         sheet = data_sheet(jax.devices()[0].device_kind)
         peak = None if sheet is None else sheet.peak_flops * jax.device_count() / 100
         rows: list[Row] = []
@@ -87,10 +89,12 @@ def random_step(config: RunConfig) -> tuple[Callable[[], Any], int]:
     source = CallerBatches(lambda _: [tokens], shape=shape, vocab_size=vocab_size, rows=range(B))
     ((_, batch),) = source.iterate(0, 1)
     batch["segment_ids"] = np.zeros_like(batch["tokens"])  # for data that pack documents
-    batch, state = program.placed(batch), program.fresh_state()
+    state: Any = None
 
     def take() -> Any:
-        nonlocal state
+        nonlocal batch, state
+        if state is None:  # the device's memory, from the first call on
+            batch, state = program.placed(batch), program.fresh_state()
         state, metrics = step(state, batch)
         return metrics
 

@@ -27,7 +27,12 @@ from experiments.studies.kernels.cases import GPU_KERNELS, OPS
 from experiments.studies.kernels.runner import PROGRAM, Job, Store
 
 # Of the paper: what everything else depends on, and the 760M model's.
-_CASES = ("64K 8192/4096 H16/8 D128", "760M: 32K 2048/1024 H24 D64", "B8 8192/4096 H16/8 D128")
+_CASES = (
+    "64K 8192/4096 H16/8 D128",
+    "760M: 32K 2048/1024 H24 D64",
+    "B8 8192/4096 H16/8 D128",
+    "760M: 32 x 1024 F4096, 5 taps",
+)
 _MODELS = ("ipttcd_760m.gin", "swa_760m.gin")
 _LATER = 75  # what is measured is saved: run it again
 
@@ -110,7 +115,7 @@ def _memcheck(job: Job) -> Row:
 def _model_jobs(options: Namespace) -> list[Job]:
     """Both models, by each implementation that trains and by XLA."""
     names = _MODELS if options.shapes == "paper" else ("recall.gin", "recall_swa.gin")
-    ways = dict.fromkeys((*(x for x in options.implementation if x != "mosaic"), "xla"))
+    ways = dict.fromkeys((*options.implementation, "xla"))
     return [Job("step", "", gin, implementation=way) for way in ways for gin in names]
 
 
@@ -127,9 +132,9 @@ def _model_step(job: Job) -> Row:
 
 STEPS = {
     "check": Step(check.jobs, check.measured, 120, cases.at_once, _shown, check.advice),
-    "times": Step(bench.jobs, bench.measured, 120),
-    "memcheck": Step(_memcheck_jobs, _memcheck, 120),
-    "step": Step(_model_jobs, _model_step, 240),
+    "times": Step(bench.jobs, bench.measured, 240, cases.at_once),
+    "memcheck": Step(_memcheck_jobs, _memcheck, 240, lambda job: 4),
+    "step": Step(_model_jobs, _model_step, 300, lambda job: 4),
     "tiles": Step(
         *(tune.jobs, tune.measured, 300, cases.at_once, tune.ranked),
         lambda rows: tune.advice({"rows": rows}),

@@ -18,6 +18,7 @@ from experiments.studies.kernels import definition
 from experiments.studies.kernels.programs import Program, Work
 
 PEERS = ("jax.nn",)  # name prefixes of foreign implementations, which may refuse a shape
+INPUTS = 3  # q and both caches
 
 
 class Case(NamedTuple):

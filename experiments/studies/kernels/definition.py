@@ -67,6 +67,46 @@ def _window(
     return out, lse, dq, dk, dv
 
 
+def short_conv_residual(
+    z_teacher: Float[np.ndarray, "B C L F"],
+    z_student: Float[np.ndarray, "B C L F"],
+    teacher_taps: Float[np.ndarray, "R F"],
+    student_taps: Float[np.ndarray, "R F"],
+    *cotangents: Float[np.ndarray, "B C L F"],
+    ids: Int[np.ndarray, "B C L"] | None,
+    before: int,
+    normalizes: bool,
+) -> Arrays:
+    """(difference, target, key), and the gradients of z and taps, teacher's first: tap r of a token
+    is `before` - r tokens earlier."""
+    d_difference, d_target, d_key = cotangents
+
+    def tapped(r: int, x: np.ndarray, is_back: bool = False) -> np.ndarray:
+        """Row t + r - before of x at t, zero in another chunk or segment; or the transposed."""
+        L, moved = x.shape[2], np.zeros_like(x)
+        for t in range(max(before - r, 0), min(L, L + before - r)):
+            there = t + r - before
+            same = np.ones(x.shape[:2]) if ids is None else ids[:, :, t] == ids[:, :, there]
+            to, source = (there, t) if is_back else (t, there)
+            moved[:, :, to] = x[:, :, source] * same[..., None]
+        return moved
+
+    def pulled(z: np.ndarray, taps: np.ndarray, d: np.ndarray) -> Arrays:
+        dz = sum(tapped(r, d, is_back=True) * tap for r, tap in enumerate(taps))
+        return dz, np.stack([(tapped(r, z) * d).sum((0, 1, 2)) for r in range(len(taps))])
+
+    target = sum(tapped(r, z_teacher) * tap for r, tap in enumerate(teacher_taps))
+    student = sum(tapped(r, z_student) * tap for r, tap in enumerate(student_taps))
+    key, d_student = student, d_key
+    if normalizes:
+        norm = np.linalg.norm(student, axis=-1, keepdims=True)
+        key = student / norm
+        d_student = (d_key - key * (key * d_key).sum(-1, keepdims=True)) / norm
+    dz_teacher, d_teacher_taps = pulled(z_teacher, teacher_taps, d_difference + d_target)
+    dz_student, d_student_taps = pulled(z_student, student_taps, d_student - d_difference)
+    return target - student, target, key, dz_teacher, dz_student, d_teacher_taps, d_student_taps
+
+
 def decode(
     q: Float[np.ndarray, "B N H"],
     k_cache: Float[np.ndarray, "B W K H"],

@@ -1,9 +1,14 @@
 """The implementations of an op as programs: compiled on random operands, in both directions, and
 compared with the op's definition."""
 
+import contextlib
+import fcntl
 import functools
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -28,19 +33,28 @@ class Work(NamedTuple):
 
 
 def directions(op: Any, case: Any) -> dict[str, Callable[..., Any]]:
-    """By name what makes a function of all operands from one of q, k and v: `forward` and, where
-    the operands include cotangents, `fwd + bwd`: the results, and the gradients of q, k and v."""
+    """By name what makes a function of all operands from one of the inputs: `forward` and, where
+    the operands include cotangents, `fwd + bwd`: the results, and the gradients of the inputs."""
+    n = op.INPUTS
 
     def gradient(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(q: jax.Array, k: jax.Array, v: jax.Array, *cotangents: jax.Array) -> Any:
-            results, pull = jax.vjp(function, q, k, v)
-            return results, pull(cotangents[: len(results)])
+        def run(*operands: jax.Array) -> Any:
+            results, pull = jax.vjp(function, *operands[:n])
+            return results, pull(operands[n:][: len(results)])
 
         return run
 
-    forward = {"forward": lambda function: lambda q, k, v, *_: function(q, k, v)}
-    has_cotangents = len(op.operand_shapes(case)) > 3
+    forward = {"forward": lambda function: lambda *operands: function(*operands[:n])}
+    has_cotangents = len(op.operand_shapes(case)) > n
     return forward | ({"fwd + bwd": gradient} if has_cotangents else {})
+
+
+@contextlib.contextmanager
+def turn() -> Iterator[None]:
+    """Inside, no other process of this user is: processes compile together, and time in turn."""
+    with Path(tempfile.gettempdir(), f"ttcd_kernels_{os.getuid()}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def operands(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:

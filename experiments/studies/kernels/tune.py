@@ -5,16 +5,12 @@ The fastest belong in the op's `tuning.py`. One kernel is varied at a time. Proc
 same time (jax-triton keeps nothing that it compiles on disk), and time in turn.
 """
 
-import fcntl
 import itertools
-import os
 import runpy
 import signal
 import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -61,8 +57,7 @@ def measured(job: Job) -> Row:
     function, shapes = op.alone(case, job.implementation, tile)
     known, calls = programs.ready({job: function}, shapes)
     row: Row = {"ms": None, "note": known[job][1] or TABLE * (tile == best)}
-    with Path(tempfile.gettempdir(), f"ttcd_kernels_{os.getuid()}.lock").open("a") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
+    with programs.turn():
         signal.alarm(_TIMING)
         seconds = measure.median_seconds(calls, case.rounds)
         signal.alarm(0)
