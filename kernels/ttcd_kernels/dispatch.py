@@ -28,9 +28,11 @@ def choose(
 ) -> Callable[..., Any]:
     """`run` of the candidate named, or for "auto" of the first automatic one that can take the
     operands and, if it needs a check, has had it on such a GPU. Those passed over are logged once,
-    as a warning where there is a GPU. Raises `Unsupported` if the one named cannot take the
-    operands (it never falls back), `ValueError` if no candidate has this name."""
+    as a warning where there is a GPU and none of its kernels is taken. Raises `Unsupported` if the
+    one named cannot take the operands (it never falls back), `ValueError` if no candidate has this
+    name."""
     if implementation == "auto":
+        reasons = {}
         for name, candidate in candidates.items():
             if not candidate.is_automatic:
                 continue
@@ -38,8 +40,10 @@ def choose(
             if reason is None and candidate.needs_check:
                 reason = verified.missing(*operands)
             if reason is None:
+                has_gpu = launch.capability(*operands) is not None
+                _log_once(op, tuple(reasons.items()), has_gpu and not candidate.needs_check)
                 return candidate.run
-            _log_once(op, name, reason, launch.capability(*operands) is not None)
+            reasons[name] = reason
         raise AssertionError(f"{op} has no implementation that takes everything")
     if implementation not in candidates:
         names = ", ".join(["auto", *candidates])
@@ -51,6 +55,7 @@ def choose(
 
 
 @functools.cache
-def _log_once(op: str, name: str, reason: str, has_gpu: bool) -> None:
-    level = logging.WARNING if has_gpu else logging.DEBUG
-    _LOG.log(level, "%s does not run as '%s': %s", op, name, reason)
+def _log_once(op: str, reasons: tuple[tuple[str, str], ...], warns: bool) -> None:
+    for name, reason in reasons:
+        level = logging.WARNING if warns else logging.DEBUG
+        _LOG.log(level, "%s does not run as '%s': %s", op, name, reason)

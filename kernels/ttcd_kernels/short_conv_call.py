@@ -12,7 +12,7 @@ from ttcd_kernels.partitioning import everywhere
 
 # The backward keeps sums of every tap in registers, the forward a row of features.
 _MAX_TAPS, _MAX_FEATURES = 8, 16_384
-# Chosen by registers and spills (`tests/machine_code`), not yet by time on a GPU.
+# Chosen by registers and spills (`tests/machine_code`), not by time on a GPU.
 _ELEMENTS, _PER_WARP = 16_384, 1024  # of a tile of the forward
 _BACKWARD = {"BLOCK_L": 4, "BLOCK_F": 128, "SPAN": 128}
 

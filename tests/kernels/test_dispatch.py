@@ -14,7 +14,9 @@ from checks import refused
 from ttcd_kernels import dispatch, launch, short_conv_residual
 from ttcd_kernels.decode.api import decode_attention_with_lse
 from ttcd_kernels.dispatch import Candidate, choose
+from ttcd_kernels.dual_window import api
 from ttcd_kernels.dual_window.api import dual_window_attention, dual_window_attention_with_lse
+from ttcd_kernels.windows import Windows
 
 from tests.machine_code.__main__ import launches
 
@@ -38,6 +40,25 @@ def test_auto_takes_the_first_that_can_and_says_once_what_it_passed_over(caplog)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == "an op does not run as 'best': an odd number of rows"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "head_dim", "dtype", "scale", "name"),
+    [
+        (90, 64, "bfloat16", 0.1, "mosaic"),
+        (90, 128, "float16", 0.1, "mosaic"),
+        (90, 64, "bfloat16", -0.1, "triton"),
+        (90, 64, "float32", 0.1, "triton"),
+        (90, 80, "bfloat16", 0.1, "triton"),
+        (90, 48, "bfloat16", 0.1, "xla"),
+        (100, 64, "bfloat16", 0.1, "xla"),  # no such GPU has been checked
+    ],
+)
+def test_auto_takes_the_fastest_kernel_that_was_checked(gpu, head_dim, dtype, scale, name):
+    x = jax.ShapeDtypeStruct((1, 8, 2, head_dim), dtype)
+    operands = x, x, x, None, Windows(4, 2, scale)
+    with launch.compiling_for(gpu):
+        assert choose("attention", "auto", api.CANDIDATES, *operands) is api.CANDIDATES[name].run
 
 
 def test_a_named_implementation_never_falls_back():
@@ -139,7 +160,7 @@ def _refused(op, changes, words):
         ("dual", _qkv((1, 4, 2, 4), (1, 4, 2, 4), "int32"), "int32, int32, int32|floating"),
         ("dual", _qkv((1, 4, 2, 0), (1, 4, 2, 0)), "head dimension"),
         ("dual", _qkv((1, 4, 2, 4), (1, 4, 0, 4)), "0 kv heads"),
-        ("dual", {"implementation": "fused"}, "'fused'|auto, triton, xla, mosaic"),
+        ("dual", {"implementation": "fused"}, "'fused'|auto, mosaic, triton, xla"),
         ("decode", {"q": _zeros(2, 4, 4)}, "(2, 4, 4)|(2, 16, 2, 8)|head dimension"),
         ("decode", _rings((2, 4, 8), (3, 16, 2, 8)), "q has 2 rows and the cache 3"),
         ("decode", {"position": _zeros(3, dtype="int32")}, "shape (3,)|2 queries need (2,)"),

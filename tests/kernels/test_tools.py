@@ -28,7 +28,17 @@ from ttcd_kernels.table import format_table, write_json
 
 from experiments.studies.bench.cases import Step
 from experiments.studies.kernels import __main__ as hour
-from experiments.studies.kernels import attention, bench, cases, check, programs, runner, tune
+from experiments.studies.kernels import (
+    attention,
+    bench,
+    cases,
+    check,
+    convolution,
+    programs,
+    records,
+    runner,
+    tune,
+)
 from experiments.studies.kernels import decoding as decode
 from experiments.studies.kernels.attention import SHAPES, Case
 from experiments.studies.kernels.cases import OPS
@@ -215,11 +225,15 @@ def test_a_table_lines_up_hides_control_characters_and_keeps_four_digits_of_floa
 
 
 def test_every_kernel_is_checked_in_every_dtype_and_with_documents_halo_and_scales():
-    for op in OPS.values():
+    for op in (attention, decode):
         found = {(x.head_dim, x.dtype, getattr(x, "has_documents", 0)) for x in op.SHAPES["check"]}
         kinds = (0, 1) if op is attention else (0,)
         dims = (32, 64, 80, 96, 128)
         assert found >= {*itertools.product(dims, launch.DTYPES, kinds)}
+    found = {(x.dtype, x.has_documents) for x in convolution.SHAPES["check"]}
+    assert found == {*itertools.product(launch.DTYPES, (False, True))}
+    found = {(x.is_causal, x.normalizes_keys) for x in convolution.SHAPES["check"]}
+    assert found == {(False, True), (True, True), (False, False)}
     halo = [x for x in SHAPES["check"] if x.keys > x.length]
     assert {x.head_dim for x in halo} == {64, 80, 128}
     assert all(x.keys % 2 and x.length % 2 for x in halo if x.length > 1)
@@ -318,14 +332,15 @@ def test_a_failure_ends_the_command_with_an_error(processes, tmp_path, capsys):
     file, note = tmp_path / "report.json", "failed: error nan, allowed 1e-05"
     arguments = ["--steps", "check", "--output", str(file)]
     processes[1].append(lambda job: {"note": note})
-    with pytest.raises(SystemExit, match=r"53 of 53 failed"):
+    with pytest.raises(SystemExit, match=r"71 of 71 failed"):
         hour.main(arguments)
     rows = json.loads(file.read_text())["rows"]
-    assert [row["note"] for row in rows] == [note] * 53
+    assert [row["note"] for row in rows] == [note] * 71
     assert "VERIFIED" not in capsys.readouterr().out
 
 
-def test_a_check_of_all_that_auto_may_take_names_the_gpu(processes, capsys):
+def test_a_check_of_all_that_auto_may_take_names_the_gpu(processes, capsys, monkeypatch):
+    monkeypatch.setattr(verified, "VERIFIED", frozenset({80}))
     line = "verified.py: VERIFIED may have 90, in a commit that brings this report"
     hour.main(["--steps", "check"])
     assert line in capsys.readouterr().out
@@ -395,15 +410,19 @@ def test_the_half_hour_ends_in_time_and_goes_on(processes, tmp_path, capsys, mon
     hour.main([*arguments, "9", "--steps", "check", "memcheck", "times", "step"])
     steps = [step for step, _ in itertools.groupby(seen, lambda job: job.step)]
     assert steps == ["check", "memcheck", "step", "times"]
-    assert len(seen) == len({*seen}) == 53 + 2 + 4 + 4
-    assert "times: 4 of 4" in capsys.readouterr().out
+    assert len(seen) == len({*seen}) == 71 + 3 + 6 + 5
+    assert "times: 5 of 5" in capsys.readouterr().out
     hour.main([*arguments, "9", "--steps", "check", "memcheck", "times", "step"])
-    assert len(seen) == 63
+    assert len(seen) == 85
 
 
 def test_the_first_process_reads_the_libraries_alone(hopper, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    running, most = [], []
+    running, most, warmed = [], [], []
+
+    def warm_up(line, **options):
+        assert line[1:2] == ["-c"]
+        warmed.append(len(most))
 
     def in_process(job, seconds):
         running.append(job)
@@ -414,20 +433,24 @@ def test_the_first_process_reads_the_libraries_alone(hopper, monkeypatch):
 
     monkeypatch.setattr(runner, "in_process", in_process)
     store = runner.Store(None, None, 9)
+    monkeypatch.setattr(runner.subprocess, "run", warm_up)
     jobs = [Job("check", "", str(i)) for i in range(8)]
     assert len([*store.run(jobs, 9, lambda job: 1 if job.case == "7" else 3)]) == 8
-    assert [n for job, n in most if job.case in "07"] == [1, 1]
+    assert warmed == [0]
+    assert [n for job, n in most if job.case == "7"] == [1]
     assert max(n for _, n in most) == 3
+    assert [*store.run(jobs, 9, lambda job: 3)] == []
+    assert warmed == [0]
 
 
 def test_a_step_of_a_model_is_one_of_the_benchmark(monkeypatch):
-    """Of both models of 760M, by the kernel that trains and by XLA."""
+    """Of both models of 760M, by the kernels and by XLA."""
     columns = dict.fromkeys(("gin", "step ms", "tokens/s", "MFU %", "MiB"))
     monkeypatch.setattr(Step, "tables", lambda self: iter([[columns | {"MiB": self.param}]]))
     names = ["triton", "mosaic"]
     first, *others = hour._model_jobs(Namespace(shapes="paper", implementation=names))
     assert [*map(str, first)] == ["step", "", "ipttcd_760m.gin", "", "triton", ""]
-    assert len(others) == 3
+    assert len(others) == 5
     attention = "TransformerConfig.attention_implementation='triton'"
     assert hour._model_step(first)["MiB"] == ("RunConfig.batch_size=1", attention)
 
@@ -456,11 +479,12 @@ def test_auto_takes_a_kernel_where_it_has_been_checked(monkeypatch, caplog):
     dispatch._log_once.cache_clear()
     monkeypatch.setattr(verified, "VERIFIED", frozenset({80}))
     assert launches() == 0
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    record = caplog.records[1]
     assert "not been checked on a GPU of compute capability 90: name them" in record.getMessage()
     monkeypatch.setattr(verified, "VERIFIED", {90})
     assert launches() == 1
+    assert len(caplog.records) == 2  # Mosaic, which is passed over for another kernel, is no news
 
 
 KERNELS = ["forward", "backward_q", "backward_kv"]
@@ -594,3 +618,25 @@ def test_a_table_serves_every_head_dim_and_older_and_newer_gpus():
             narrow, wide = (decode_tuning.tuning_for(gpu, dim, size)[0] for size in (2, 4))
             assert narrow == decode_tuning.TABLE[decode_row, dim]
             assert wide.block_n == narrow.block_n // 2
+
+
+def test_the_records_of_a_report_have_what_the_tables_show():
+    def row(job, **more):
+        return job._asdict() | {"note": "", "surroundings": "a"} | more
+
+    check = Job("check", "decode", "x", "float32", "xla")
+    times, step = check._replace(step="times"), Job("step", "", "x.gin", "", "mosaic")
+    lost = "failed: no result after 120 seconds"
+    rows = [row(check, note=lost), row(check._replace(case="y"), note=lost)]
+    rows += [row(check, **{"max rel. error": e}) for e in (0.5, 0.25)]
+    rows += [row(check._replace(case="z"), **{"max rel. error": 0.5})]
+    rows += [row(times, **{"forward time ms": 2.0, "forward % of floor": 50.0}), row(step, MiB=3)]
+    facts = {"device": "H100", "commit": "c", "jax": "1", "triton": "2"}
+    head, *found = records.rows_of({"rows": rows, "surroundings": {"a": facts, "b": {}}})
+    assert head["command"] == "python -m experiments.kernels --steps check times step"
+    assert (head["device"], head["on"]) == ("H100", "jax 1, triton 2")
+    assert found == [
+        {"row": "check: decode, xla", "passed": "2 of 3", "float32": 0.5},
+        {"row": "times: decode, xla", "x forward": 2.0},
+        {"row": "step: x.gin, mosaic", "MiB": 3},
+    ]

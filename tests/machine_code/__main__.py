@@ -69,7 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--capability", type=int, choices=SHARED_LIMIT, default=90)
-    parser.add_argument("--op", choices=OPS, nargs="+", default=list(OPS))
+    tiled = [name for name, op in OPS.items() if hasattr(op, "tuning")]
+    parser.add_argument("--op", choices=tiled, nargs="+", default=tiled)
     parser.add_argument("--dtype", choices=launch.DTYPES, default="bfloat16")
     options = parser.parse_args(arguments)
     found: list[tuple[str, Compiled, str]] = []

@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,6 @@ NAMES = (
     "d_teacher_taps",
     "d_student_taps",
 )
-tuning = SimpleNamespace(CANDIDATES={})  # no tile is varied
 
 
 class Case(NamedTuple):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ttcd_kernels import measure, verified
+from ttcd_kernels import launch, measure, verified
 from ttcd_kernels.measure import Row
 from ttcd_kernels.table import write_json
 
@@ -26,6 +26,7 @@ from experiments.studies.kernels.programs import FAILED
 
 PROGRAM = ("-m", "experiments.studies.kernels")
 _LOST = f"{FAILED}no result "
+_WARM_UP = "import triton, jax; jax.block_until_ready(jax.numpy.ones(8) @ jax.numpy.ones(8))"
 _LEAST = 15  # seconds in which no process gives a result
 _VARIABLES = ("CUDA_", "JAX_", "NVIDIA_", "TRITON_", "XLA_")
 
@@ -87,14 +88,16 @@ class Store(dict[Job, Row]):
         self, jobs: Sequence[Job], seconds: float, at_once: Callable[[Job], int]
     ) -> Iterator[Row]:
         """The row of every job that is `left`, as it ends, added here and to the file: `at_once` of
-        its kind, and no more than there are cores; the first of this command alone, so that one
-        process reads from a cold disk the libraries that all of them want."""
+        its kind, and no more than there are cores."""
         cores, left = os.cpu_count() or 1, self.left(jobs)
-        kinds = [(i > 0 or self._is_warm, at_once(job)) for i, job in enumerate(left)]
-        for (_, size), part in itertools.groupby(zip(kinds, left, strict=True), lambda x: x[0]):
+        if cores > 1 and left and not self._is_warm and launch.capability() is not None:
+            # One process reads from a cold disk the libraries that all of them want.
+            subprocess.run([sys.executable, "-c", _WARM_UP], capture_output=True, check=False)
+            self._is_warm = True
+        for size, part in itertools.groupby(left, at_once):
             pool = concurrent.futures.ThreadPoolExecutor(min(cores, size))
             try:
-                futures = [pool.submit(self._row, job, seconds) for _, job in part]
+                futures = [pool.submit(self._row, job, seconds) for job in part]
                 for future in concurrent.futures.as_completed(futures):
                     if (row := future.result()) is not None:
                         self[job_of(row)] = row | {"surroundings": self._digest}
@@ -103,7 +106,6 @@ class Store(dict[Job, Row]):
                         yield row
             finally:
                 pool.shutdown(cancel_futures=True)
-            self._is_warm = True
 
     def _row(self, job: Job, seconds: float) -> Row | None:
         left = self._until - time.monotonic()
@@ -119,6 +121,7 @@ def in_process(job: Job, seconds: float, program: Sequence[str] = PROGRAM) -> Ro
     gives no result in so many seconds."""
     command = [sys.executable, *program, "--job", *job]
     env = os.environ | {"JAX_TRACEBACK_FILTERING": "off"}  # the last line is the error's
+    env |= {"OPENBLAS_NUM_THREADS": "1"}  # the definition's, in as many processes as cores
     options: Any = {"capture_output": True, "text": True, "check": True}
     try:
         process = subprocess.run(command, timeout=seconds, env=env, **options)

@@ -32,6 +32,8 @@ def jobs(options: Namespace) -> list[Job]:
     runs out, some of each are measured. None of Mosaic's, whose blocks are not varied."""
     found = []
     for op, case in cases.chosen(options) if "triton" in options.implementation else ():
+        if not hasattr(OPS[op], "tuning"):
+            continue
         by_kernel = [
             [
                 Job("tiles", op, case.name, case.dtype, kernel, ",".join(map(str, tile)))

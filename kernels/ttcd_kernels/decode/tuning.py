@@ -21,7 +21,7 @@ class Tuning(NamedTuple):
 
 # By (compute capability, head dim), for operands of two bytes. A program keeps two tiles of K and
 # of V in flight (three stages), up to 16 KiB each, and two programs share a multiprocessor: H100
-# and H200 have 132, A100 108. Chosen by the reports of the compiler, not yet by time on a GPU.
+# and H200 have 132, A100 108. Chosen by the reports of the compiler, not by time on a GPU.
 # Heads of 80 and 96 are padded to 128 columns, inside the kernel.
 HEAD_DIMS = (32, 64, 80, 96, 128)
 TABLE = {

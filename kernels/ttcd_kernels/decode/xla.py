@@ -7,6 +7,7 @@ against 7.4 ms with elementwise scores.)
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,9 @@ def _decode(
     k_cache, own = jax.lax.optimization_barrier(k_cache), jnp.eye(K, dtype=q.dtype)
     q_BKHJG = jnp.einsum("BKGH,KJ->BKHJG", q.reshape(B, K, N // K, H), own)
     slots, q_BYN = k_cache.reshape(B, W, K * H), q_BKHJG.reshape(B, K * H, N)
-    score_BSN = jnp.einsum("BSY,BYN->BSN", slots, q_BYN, preferred_element_type=state)
+    precise = "highest" if q.dtype == jnp.float32 else None  # JAX's default on a GPU is TF32
+    product: Any = {"precision": precise, "preferred_element_type": state}
+    score_BSN = jnp.einsum("BSY,BYN->BSN", slots, q_BYN, **product)
     score_BSKG = score_BSN.reshape(B, W, K, N // K) * windows.scale
     visible = [visible_slots(position, W, window) for window in windows[:2]]
     visible_BSX = jnp.stack(visible, axis=-1)

@@ -11,9 +11,9 @@ from ttcd_kernels.windows import Ids, Keys, Queries, Results, check_operands, ch
 Implementation = Literal["auto", "triton", "mosaic", "lse", "xla"]
 # "auto" takes the first that can run and needs no check, or has had it.
 CANDIDATES = {
+    "mosaic": Candidate(mosaic_call.dual_window, mosaic_call.unsupported, needs_check=True),
     "triton": Candidate(triton_call.dual_window, triton_call.unsupported, needs_check=True),
     "xla": Candidate(xla.dual_window),
-    "mosaic": Candidate(mosaic_call.dual_window, mosaic_call.unsupported, is_automatic=False),
     "lse": Candidate(lse.dual_window, is_automatic=False),
 }
 
@@ -55,8 +55,8 @@ def dual_window_attention_with_lse(
                 (16-bit operands, no segment_ids, head dims of 8 n up to 128, on Hopper 256), else
                 of xla; the gradients are those of triton or xla, as auto chooses
         xla     blocks of queries, O(T * window) bytes, on any device
-        auto    triton where it can run and has been checked (`python -m ttcd_kernels.check`), else
-                xla
+        auto    mosaic, else triton, where it can run and has been checked (`python -m
+                ttcd_kernels.check`), else xla
 
     Raises `ValueError` for shapes or windows that do not fit, naming both numbers, and for an
     implementation that cannot take them here.
@@ -75,8 +75,8 @@ def dual_window_attention_with_lse(
     if not q.size:
         sums = jnp.zeros(q.shape[:3], jnp.promote_types(q.dtype, jnp.float32))
         return jnp.zeros_like(q), jnp.zeros_like(q), sums, sums
-    run = choose("dual-window attention", implementation, CANDIDATES, q, k, v, segment_ids)
-    return run(q, k, v, segment_ids, windows)
+    operands = q, k, v, segment_ids, windows
+    return choose("dual-window attention", implementation, CANDIDATES, *operands)(*operands)
 
 
 class _Options(TypedDict, total=False):

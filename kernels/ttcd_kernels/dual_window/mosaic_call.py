@@ -20,8 +20,12 @@ _DTYPES = ("bfloat16", "float16")
 CAPABILITY = 90  # wgmma exists on Hopper only
 
 
-def unsupported(q: Operand, k: Operand, v: Operand, *_: Any) -> str | None:
+def unsupported(
+    q: Operand, k: Operand, v: Operand, _: Any = None, windows: Windows | None = None
+) -> str | None:
     """The reason why the kernel cannot take these arrays on this machine; None if it can."""
+    if windows is not None and windows.scale <= 0:  # the largest score is found before scaling
+        return f"scale is {windows.scale}, the kernel needs one above 0"
     reason = launch.unsupported(_DTYPES, MOSAIC_TILES, q=q, k=k, v=v)
     if reason is not None:
         return reason
@@ -46,11 +50,7 @@ def _toolkit() -> int | None:
 
 
 def dual_window(q: Queries, k: Keys, v: Keys, segment_ids: Ids | None, windows: Windows) -> Results:
-    """All four results of the call, for operands that are not `unsupported`; differentiable. Raises
-    `ValueError` for a `scale` that is not above 0."""
-    scale = windows.scale
-    if scale <= 0:  # the largest score is found before scaling
-        raise ValueError(f"scale is {scale}, the Mosaic kernel needs one above 0; use 'triton'")
+    """All four results of the call, for operands that are not `unsupported`; differentiable."""
     forward = functools.partial(launch_forward, windows)
     backward = functools.partial(launch_backward, windows)
     return by_kernels(forward, backward, q, k, v, segment_ids)

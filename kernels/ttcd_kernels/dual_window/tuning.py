@@ -23,7 +23,7 @@ class Tuning(NamedTuple):
 
 
 # By (compute capability, head dim), for operands of two bytes. Chosen by the compiler's reports
-# (`tests/machine_code`: registers, spills, shared memory), not yet by time on a GPU.
+# (`tests/machine_code`: registers, spills, shared memory), not by time on a GPU.
 TABLE: dict[tuple[int, int], Tuning] = {
     (90, 128): Tuning(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
     (90, 64): Tuning(Tile(128, 128, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
@@ -51,7 +51,7 @@ _BLOCKS = (32, 128), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128)
 _SIZES = (Tile(*block, *more) for block in _BLOCKS for more in itertools.product((4, 8), (2, 3)))
 CANDIDATES = dict.fromkeys(Tuning._fields, tuple(_SIZES))
 
-# Mosaic's, for Hopper, by head dim; chosen by the reports of the assembler, not yet by time.
+# Mosaic's, for Hopper, by head dim; chosen by the reports of the assembler, not by time.
 COMPUTE_WARPGROUPS = 2
 MOSAIC_TILES = {
     64: Tuning(Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(64, 128, 8, 4)),
