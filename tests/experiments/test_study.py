@@ -95,7 +95,8 @@ def path(folder):
     assert trained == 0
     with contextlib.chdir(folder):
         sections = write_study(study, recipes, texts, Path(path.name))
-    write_records(study, recipes, sections, path, path / "records.jsonl", "COMMAND")
+    command = "COMMAND BOOKS='/work/my-books/x.txt' tokens/s"
+    write_records(study, recipes, sections, path, path / "records.jsonl", command)
     return path
 
 
@@ -125,7 +126,11 @@ def test_tables_and_records_are_means_of_seeds_and_paired_differences(path):
     tokens = np.full((6, 1), 31.0)
     expected = means_over_documents(sums("other", ", fast weights on") - sums("base", ""), tokens)
     head, *rows = map(json.loads, (path / "records.jsonl").read_text().splitlines())
-    assert (head["command"], head["seeds"], bool(head["commit"])) == ("COMMAND", [3, 5], True)
+    assert (head["command"], head["seeds"], bool(head["commit"])) == (
+        "COMMAND BOOKS='DIR' tokens/s",
+        [3, 5],
+        True,
+    )
     assert head["interval"] == "seeds and pieces of 40 bytes, in pairs"
     assert [*head["recipes"]] == ["base", "other", "third"]
     assert len({digest for _, digest in head["recipes"].values()}) == 3

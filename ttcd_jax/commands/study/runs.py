@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import operator
+import re
 import shlex
 import statistics
 import subprocess
@@ -61,6 +62,7 @@ type BySeed = dict[str, dict[int, Series[Any]]]  # by recipe and seed
 type Texts = dict[str, tuple[Path, list[str]] | None]
 MOST_DOCUMENTS = 16  # that a table shows one by one
 Control = Literal["no_gap", "eta0", "swa", "swa_flops", "gated_delta"]
+_ABSOLUTE = re.compile(r"(?<![\w./])/[\w.+-]+(/[\w.+-]+)+")
 _GATED_DELTA = (
     *("TransformerConfig.method='gated_deltanet_hybrid'", "DeltaRuleConfig.conv_init='previous'"),
     "TransformerConfig.memory=@DeltaRuleConfig()",
@@ -437,7 +439,8 @@ def write_records(
 ) -> None:
     """Writes a line of JSON with what holds for all others, of every recipe its file, the digest of
     its configuration without seed and start, and its bindings; then one for every row of the
-    `sections`, [mean, half] where a cell has an interval."""
+    `sections`, [mean, half] where a cell has an interval. Absolute paths are DIR, as they are those
+    of this machine."""
     machine, trained, commits = environment(), {}, set()
     for name, seed in config.chosen(recipes):
         if (run := RunDirectory(path / f"{name}-{seed}")).is_claimed:
@@ -463,7 +466,7 @@ def write_records(
         over = "seeds and pieces" if len(config.seeds) > 1 else "pieces"
         head["interval"] = f"{over} of {config.piece_bytes:,} bytes, in pairs"
     lines = (json.dumps(x, ensure_ascii=False) + "\n" for x in (head, *rows))
-    write_whole(file, "".join(lines))
+    write_whole(file, _ABSOLUTE.sub("DIR", "".join(lines)))
 
 
 def _number(cell: Any) -> Any:
