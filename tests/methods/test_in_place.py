@@ -12,6 +12,7 @@ from checks import value_and_gradients as with_gradients
 from devices import elsewhere
 from flax import nnx
 from small_models import FLOAT64, config_of, outside_method
+from ttcd_kernels import launch
 
 from ttcd_jax import MLPConfig, Precision
 from ttcd_jax.memory.distillation import Distillation
@@ -212,6 +213,12 @@ def test_a_student_convolution_at_zero_does_not_rule_the_gradient():
 
     assert size() < 100
     assert size(zero_slope=1e6) > 1e4
+
+
+def test_the_convolutions_run_as_the_settings_say():
+    x, t = checks.draw(1, (2, 11, D), (2, 11, D))
+    with launch.compiling_for(75), pytest.raises(ValueError, match="'triton': the GPU has compute"):
+        _module("plain", Precision(), conv_implementation="triton")(x, t)
 
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "symmetric"])

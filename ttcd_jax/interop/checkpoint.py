@@ -42,9 +42,9 @@ _EMBEDDING, _HEAD, _PREFIX = "model.embeddings.weight", "lm_head.weight", "model
 # rule), initialisation, gradients, document resets. Writers check the eps of q/k norms, which has
 # an effect where there are any.
 _UNSEEN = {
-    "attention_implementation", "block_chunks", "conv_init", "folds_state", "form", "init_std",
-    "precision", "proj_init", "qk_norm_eps", "resets_at_document", "rule.chunk_size",
-    "student_conv_init", "teacher_conv_init", "zero_slope",
+    "attention_implementation", "block_chunks", "conv_implementation", "conv_init", "folds_state",
+    "form", "init_std", "precision", "proj_init", "qk_norm_eps", "resets_at_document",
+    "rule.chunk_size", "student_conv_init", "teacher_conv_init", "zero_slope",
 }  # fmt: skip
 _MODEL_NAMES: Names = {
     _EMBEDDING: ("embedding", "same"),

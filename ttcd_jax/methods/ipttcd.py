@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from ttcd_kernels import short_conv_residual
 from ttcd_kernels.normalize import l2_normalize
-from ttcd_kernels.short_conv import short_conv
+from ttcd_kernels.short_conv import Implementation, short_conv
 
 from ttcd_jax.config import NonNegativeFloat, Positive
 from ttcd_jax.errors import DataError, UserError
@@ -54,6 +54,7 @@ class MemoryConfig(in_place.PrefixSettings):
     vector (published: 1e6). `output`: the features read through the memory, the teacher's after its
     convolution, before it, or the student's. `renorm_chunks`: |W| is held at |W_base|, in groups of
     so many chunks. `orthogonalizes_updates`: Newton-Schulz on every delta_w.
+    `conv_implementation`: of the convolutions, by its name in `ttcd_kernels`.
     """
 
     has_teacher_conv: bool = True
@@ -69,6 +70,7 @@ class MemoryConfig(in_place.PrefixSettings):
     renorm_chunks: Positive | None = None
     orthogonalizes_updates: bool = False
     zero_slope: NonNegativeFloat = 1.0
+    conv_implementation: Implementation = "auto"
 
     def validate(self) -> None:
         super().validate()
@@ -190,6 +192,7 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
             normalizes_keys=normalizes,
             zero_slope=settings.zero_slope,
             segment_ids=segments,
+            implementation=settings.conv_implementation,
         )
 
     def operands(self, convolved: Convolved) -> tuple[Float[Array, "B C L F"], Writes]:
