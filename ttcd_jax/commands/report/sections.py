@@ -30,7 +30,7 @@ def write_report(
     elif sweeps:
         raise UserError(f"{sweeps[0]} is a MAD sweep: only a checkout shows it, not the wheel")
     results = read_all_results(others)
-    runs = [page.Run.read(*x) for x in zip(results, others, strict=True)]
+    runs = [page.Run(*x) for x in zip(results, others, strict=True)]
     for run in runs:
         if not (results[run.label] or run.metrics):
             raise UserError(

@@ -42,9 +42,7 @@ from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import RunDirectory, load_run
 from ttcd_jax.run.page import (
     Run,
-    facts,
     first_columns,
-    run_rows,
     settings_section,
     training_sections,
 )
@@ -270,7 +268,7 @@ def write_study(
     """Prints the tables of all runs that were evaluated, and writes them with pictures into
     `index.html`, and alone into `tables.txt`; returns them."""
     chosen, sections = config.chosen(recipes), []
-    runs = [Run.read(f"{name}, seed {seed}", path / f"{name}-{seed}") for name, seed in chosen]
+    runs = [Run(f"{name}, seed {seed}", path / f"{name}-{seed}") for name, seed in chosen]
     runs = [run for run in runs if run.metrics]
     labels = {name: recipe.config.model.label for name, recipe in recipes.items()}
     everything = []
@@ -283,17 +281,14 @@ def write_study(
                 sections += _headroom(task, title, measured, recipes)
         sections += training_sections(runs, path / "pictures")
     colours |= {run.label: colours[run.label.rpartition(", ")[0]] for run in runs}
-    rows = run_rows(runs)
-    firsts = {
-        x.label.rpartition(", ")[0]: (x, row) for x, row in [*zip(runs, rows, strict=True)][::-1]
-    }
-    known = {x: facts(*firsts[x]) for x in recipes if x in firsts and x != START}
-    shown = [Section("Runs", rows), *sections]
+    firsts = {run.label.rpartition(", ")[0]: run for run in reversed(runs)}
+    known = {x: firsts[x].facts for x in recipes if x in firsts and x != START}
+    shown = [Section("Runs", [run.row for run in runs]), *sections]
     tables = "\n".join(f"{x.title}\n{format_table(x.table)}\n" for x in shown)
     write_whole(path / "tables.txt", tables)
     page, title = path / "index.html", f"Study: {', '.join(recipes)}"
-    sections += [settings_section(*zip(*firsts.values(), strict=True))] if runs else []
-    found = {"answers": answers(everything, known), "runs": first_columns(rows)}
+    sections += [settings_section([*firsts.values()])] if runs else []
+    found = {"answers": answers(everything, known), "runs": first_columns(runs)}
     write_page(page, title=title, sections=sections, colours=colours, **found)
     print(tables)
     if page.exists():
