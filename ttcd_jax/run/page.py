@@ -50,35 +50,17 @@ class Run:
     """A run of a page: its name there, its metrics, and what its directory says."""
 
     def __init__(self, label: str, path: Path) -> None:
+        directory, file = RunDirectory(path), path / "environment.json"
         self.label, self.path, self.metrics = label, path, read_metrics(path / METRICS)
-
-    @functools.cached_property
-    def config(self) -> dict[str, Any]:
-        return RunDirectory(self.path).read_config()
-
-    @functools.cached_property
-    def model(self) -> TransformerConfig:
-        return model_config(RunDirectory(self.path))
-
-    @functools.cached_property
-    def data(self) -> dict[str, Any]:
-        return RunDirectory(self.path).read_part("data")
-
-    @property
-    def length(self) -> int:
-        return row_length(self.data)
-
-    @functools.cached_property
-    def environment(self) -> dict[str, Any]:
-        """Where the run began."""
-        file = self.path / "environment.json"
-        return read_json(file) if file.exists() else {}
+        self.config, self.model = directory.read_config(), model_config(directory)
+        self.data = directory.read_part("data")
+        self.length = row_length(self.data)
+        self.environment = read_json(file) if file.exists() else {}
 
     @functools.cached_property
     def facts(self) -> Facts:
         """What answers are made of."""
-        model = self.model
-        devices = self.environment.get("devices")
+        model, devices = self.model, self.environment.get("devices")
         speeds = [x for x in self.numbers("tokens_per_second").values() if x]
         has_memory = method_named(model.method).layers != "none"
         return Facts(

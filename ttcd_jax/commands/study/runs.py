@@ -39,13 +39,14 @@ from ttcd_jax.models.config import has_in_place_memory, layers_with_teacher, swi
 from ttcd_jax.registry import IMPORTED_MODULES
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig, accepted_changes
-from ttcd_jax.run.directory import RunDirectory, load_run
+from ttcd_jax.run.directory import METRICS, RunDirectory, load_run
 from ttcd_jax.run.page import (
     Run,
     first_columns,
     settings_section,
     training_sections,
 )
+from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.run.start import inherited_model
 from ttcd_jax.train.checkpoint import complete_steps
 from ttcd_jax.train.flops import training_flops_per_token
@@ -268,8 +269,8 @@ def write_study(
     """Prints the tables of all runs that were evaluated, and writes them with pictures into
     `index.html`, and alone into `tables.txt`; returns them."""
     chosen, sections = config.chosen(recipes), []
-    runs = [Run(f"{name}, seed {seed}", path / f"{name}-{seed}") for name, seed in chosen]
-    runs = [run for run in runs if run.metrics]
+    folders = {f"{name}, seed {seed}": path / f"{name}-{seed}" for name, seed in chosen}
+    runs = [Run(name, x) for name, x in folders.items() if read_metrics(x / METRICS)]
     labels = {name: recipe.config.model.label for name, recipe in recipes.items()}
     everything = []
     with coloured_by_run(labels) as colours:
