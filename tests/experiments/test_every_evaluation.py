@@ -11,7 +11,7 @@ from ttcd_jax.commands.cli import parse_options
 from ttcd_jax.measure.results import evaluate
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.run.directory import RunDirectory, load_run
-from ttcd_jax.run.page import Run, run_rows
+from ttcd_jax.run.page import Run
 from ttcd_jax.tasks import TASKS as REGISTERED
 
 TASKS = {x: y for x, y in REGISTERED.items() if y.__module__.startswith("ttcd_jax.tasks.")}
@@ -63,7 +63,7 @@ def test_every_task_runs_from_its_options_to_the_page(tmp_path):
         assert all(result["series"].values())
         assert any(path.suffix == ".svg" for path in folder.iterdir())
         assert not (folder / ".unfinished").exists()
-    runs = run_rows([Run.read(name, x.run_dir) for name, x in subjects.items()])
+    runs = [Run(name, x.run_dir).row for name, x in subjects.items()]
     sizes = {row["run"]: row["tokens per row"] for row in runs}
     assert sizes["recall"] == subjects["recall"].data["num_slots"] * 2 - 1
     assert all(row["training FLOPs"] > row["FLOPs per token"] > 0 for row in runs)

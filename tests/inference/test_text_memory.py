@@ -1,6 +1,8 @@
 """Memories of texts: sums that are exact and sums that are not, a fresh state with a memory, plain
 models that have one in their weights, files."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,7 @@ from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.mlp import MLPConfig
 from ttcd_jax.nn.row import Piece
 from ttcd_jax.precision import Precision
+from ttcd_jax.train.layers_on_disk import by_name
 
 MLP = MLPConfig(dim=6, hidden_dim=8, precision=FLOAT64)
 
@@ -162,6 +165,9 @@ def test_a_plain_model_has_a_memory_in_its_weights(name, float64):
     silence(whole, "teacher_conv")
     model = inference_model(whole)
     kept, found = drawn(model), []
+    if window is None:  # a state with a place for every token of both
+        kept = read_memory(model, A[:CHUNK], kept)
+        assert kept.tokens_read == 5 + CHUNK
     alone, state = frozen(model, start_from(model, [kept], max_length=8))
     for _, hidden, _ in stream(alone, state, B[None]):
         found.append(np.asarray(hidden))
@@ -170,7 +176,21 @@ def test_a_plain_model_has_a_memory_in_its_weights(name, float64):
     hidden = np.asarray(forward(plain))
     assert_close(np.concatenate(found, axis=1), hidden, 1e-11)
     assert (plain.config.method, plain.config.memory) == ("swa" if window else "full", None)
+    other = randomize(Transformer, config, std=0.25)
+    refused("the memory is of other parameters", dense, other, kept)
     assert distance(forward(dense(whole, 0 * kept)), hidden) > 0.01
+
+
+def test_narrow_weights_are_wide_once_a_memory_is_in_them():
+    precision = Precision(param="bfloat16")
+    memory = MemoryConfig(chunk_size=CHUNK, output="teacher_raw", eta=1e-3, normalizes_keys=False)
+    whole = randomize(Transformer, config_of("ipttcd", memory=memory, precision=precision))
+    kept = drawn(inference_model(whole))
+    plain, none = dense(whole, kept), dense(whole, 0 * kept)
+    assert {str(x.dtype) for x in jax.tree.leaves(nnx.state(plain, nnx.Param))} == {"float32"}
+    weights = (by_name(nnx.to_pure_dict(nnx.state(x, nnx.Param))) for x in (plain, none))
+    (change,) = (x - y for x, y in zip(*map(dict.values, weights), strict=True) if (x != y).any())
+    assert distance(change[0], 1e-3 * kept.layers["layers/0/mlp"]) < 1e-4
 
 
 def test_a_read_that_is_a_product_says_by_what(float64):
@@ -206,7 +226,7 @@ def test_what_has_no_memory_of_that_kind_is_refused_by_name():
 
 
 def test_files_are_bit_for_bit_and_of_their_model_alone(tmp_path):
-    config = config_of("ipttcd", num_layers=1, precision=Precision())
+    config = config_of("ipttcd", fast_layers=(0, 1), precision=Precision())
     model, *others = (
         inference_model(randomize(Transformer, x, std=std))
         for x, std in ((config, 0.5), (config.replace(window=6), 0.5), (config, 0.25))
@@ -216,13 +236,26 @@ def test_files_are_bit_for_bit_and_of_their_model_alone(tmp_path):
     assert names == {"memory.safetensors", "memory.json", "DIGEST.json"}
     again = load_memory(folder, model)
     assert_same(again.layers, kept.layers, strict=True)
-    assert (again.tokens_read, again.facts, again.nbytes) == (5, kept.facts, 4 * 12 * 8)
+    assert (again.tokens_read, again.facts, again.nbytes) == (5, kept.facts, 2 * 4 * 12 * 8)
+    assert_same(sum([kept, again]).layers, (2 * kept).layers)
+    for add in (lambda: kept + 1, lambda: 1 + kept):
+        with pytest.raises(TypeError):
+            add()
     shas = [model_facts(x)["parameters"][:12] for x in (model, others[1])]
     for other, words in zip(others, ("window: 4 -> 6", " not ".join(shas)), strict=True):
         refused(words, load_memory, folder, other, error=CheckpointError)
         refused(words, start_from, other, [kept])
         refused("the memory is of", lambda x: kept + x, drawn(other))
     refused("no saved memory", load_memory, tmp_path, model, error=CheckpointError)
+    narrow = {name: s[:, :4] for name, s in kept.layers.items()}
+    for number, (words, change) in enumerate(
+        (
+            ("another version of this library|layers/1/mlp", {"layers": narrow}),
+            ("tokens_read '5' in memory.json", {"tokens_read": "5"}),
+        )
+    ):
+        dataclasses.replace(kept, **change).save(odd := tmp_path / f"odd_{number}")
+        refused(words, load_memory, odd, model, error=CheckpointError)
     data = bytearray((folder / "memory.safetensors").read_bytes())
     data[-1] ^= 1
     (folder / "memory.safetensors").write_bytes(data)

@@ -48,8 +48,7 @@ def _case(name, ids):
 
     rows = prepared(tokens)
     parts = [Operands(rows.reads, rows.writes, rows.writes.rate, None, rows.mask, segments, None)]
-    joined, *_ = _joined(memory, jax.tree.map(np.asarray, parts))
-    return joined, tokens, run
+    return _joined(memory, jax.tree.map(np.asarray, parts)), tokens, run
 
 
 @pytest.mark.parametrize("ids", [None, DOCUMENTS], ids=["one document", "documents"])

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ttcd_jax.measure.answers import Facts, Measured, answers, with_differences
+from ttcd_jax.measure.answers import (
+    Facts,
+    Measured,
+    answers,
+    compared,
+    controls,
+    with_differences,
+)
 from ttcd_jax.measure.page import Answer, Section, write_page
 from ttcd_jax.measure.pictures import (
     COLOURS,
@@ -66,6 +73,23 @@ def test_the_page_lists_everything(tmp_path, picture):
         assert expected in page
     assert page.index(">Perplexity</h2>") < page.index("<summary>Speed")
     assert "<h2" not in _page(tmp_path / "empty.html")
+
+
+def test_what_is_much_is_folded_and_a_picture_may_be_missing_or_a_png(tmp_path):
+    (tmp_path / "x.png").write_bytes(b"pixels")
+    pictures = [Picture(tmp_path / name, f"of {name}") for name in ("none.svg", "x.png")]
+    sections = [Section(f"S{i}", [], pictures[:2]) for i in range(3)]
+    answers = [Answer(f"A{i}", "") for i in range(5)]
+    runs = [{"run": f"R{i}"} for i in range(7)]
+    page = _page(tmp_path / "much.html", sections=sections, answers=answers, runs=runs)
+    order = "<strong>A3<", "<summary>More answers<", "<strong>A4<", "<summary>7 runs<", "<td>R6<"
+    places = [page.index(x) for x in (*order, '<a href="#s3">S2</a>', ">S0</h2>")]
+    assert places == sorted(places)
+    assert page.count('<img src="data:image/png;base64,cGl4ZWxz" alt="of x.png">') == 3
+    assert page.count("<figure>") == 3
+    few = {"sections": sections[:2], "answers": answers[:4], "runs": runs[:6]}
+    page = _page(tmp_path / "few.html", **few)
+    assert not re.search(r"More answers|\d runs|<nav>", page)
 
 
 def test_columns_of_a_run_are_below_its_name(tmp_path):
@@ -193,7 +217,7 @@ def test_the_answer_is_what_the_records_say():
         ),
         *(
             "0.50 times the tokens/s, 2.00 times the FLOPs per token of SWA",
-            "2.00 KiB held per text",
+            "2.00 KiB held per text (2.00 times).",
         ),
     ):
         assert expected in first.text
@@ -204,6 +228,48 @@ def test_the_answer_is_what_the_records_say():
     first, alone, _ = _answers(off, off)
     assert first.verdict == "mine: no difference between its memory on and off is seen."
     assert (alone.verdict, alone.text[:5]) == ("No control here:", "mine.")
+
+
+def test_an_answer_has_three_tasks_and_what_is_not_alike():
+    """No detail, no speed of another device, no bucket alone; the steps, and over what ± is."""
+
+    class Detail(Position):
+        is_detail = True
+
+    on, off = _losses(1, 2, 1), _losses(2, 2, 2)
+    seeds = {seed: {"mine, fast weights on": on, "mine, off (eta = 0)": off} for seed in (0, 1)}
+    tasks = [Measured(Detail, "Detail", {"mine": seeds})]
+    tasks += [Measured(Position, f"Text {i}", {"mine": seeds}) for i in range(4)]
+    other = Facts(**SWA | {"device": "gpu", "steps": 5})
+    first, *_, last, _ = answers(tasks, {"mine": Facts(**MINE), "SWA": other})
+    assert re.findall(r"Text \d|Detail", first.text) == ["Text 0", "Text 1", "Text 2"]
+    assert "on than off, better in 2 of 3 places." in first.text
+    assert "times the tokens/s" not in first.text
+    assert first.text.endswith("SWA was trained 5 steps, not 9.")
+    assert "over seeds and documents," in last.text
+
+
+def test_a_control_has_no_memory_and_the_same_data_at_best_the_same_window_and_steps():
+    facts = {
+        "mine": Facts(**MINE),
+        "no gap": Facts(**MINE | {"method": "IP-TTCD, no gap"}),
+        "code": Facts(**SWA | {"data": "code"}),
+        "wide": Facts(**SWA | {"window": 128}),
+        "short": Facts(**SWA | {"steps": 5}),
+        "SWA": Facts(**SWA),
+    }
+    found = []
+    while control := controls(facts).get("mine"):
+        found.append(control)
+        del facts[control]
+    assert found == ["SWA", "short", "wide", "no gap"]
+
+
+def test_pairs_are_of_the_same_seed():
+    mine = {seed: {"mine": _losses(x, x, x)} for seed, x in enumerate((9, 1))}
+    measured = Measured(Position, "Text", {"mine": mine, "SWA": {1: {"SWA": _losses(2, 2, 2)}}})
+    (less,) = compared(measured, "mine", "SWA").values()
+    assert less["1-31"][0] == pytest.approx(-1, abs=0.1)
 
 
 def test_what_was_not_evaluated_or_has_no_interval_is_said():
@@ -234,6 +300,8 @@ def test_tables_have_the_differences_behind_the_columns_of_their_run():
     # 1.96 sqrt(0.9 0.1 / 400 + 0.2 0.8 / 400), with two more queries each
     assert (far["A, on - off"], far["A, less SWA"]) == ("+0.800 ± 0.042", "+0.700 ± 0.049")
     assert near["A, less SWA"].startswith("+0.000 ± 0.0")
+    first, *_ = answers([measured], {"A": Facts(**MINE), "SWA": Facts(**SWA)})
+    assert first.verdict == "A: better than SWA; better with its memory on than off."
 
 
 def test_without_the_packages_there_is_nothing_old_and_the_extra_is_named(

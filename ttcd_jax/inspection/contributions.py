@@ -46,6 +46,8 @@ class Memory:
     `rate` is beta, None for a sum; `log_decay` is a chunk's alone, the sum over its writes.
     `reads_own_chunk`: a token reads the earlier tokens of its chunk too. `mine`: the tokens that
     write into the state after their chunk; `sees`: those whose document the state before it is of.
+    Only shown: `base` = |W_base|_F, the `gate` of every write, and by chunk `window_share`,
+    |e - e'|^2 / |e|^2 with the errors e' of equal windows; NaN where nothing is written.
     """
 
     eta: float
@@ -59,6 +61,9 @@ class Memory:
     sees: Bool[np.ndarray, "C L"]
     resets: Bool[np.ndarray, " C"]
     segments: Int[np.ndarray, "C L"] | None
+    base: float
+    gate: Float[np.ndarray, "C L"]
+    window_share: Float[np.ndarray, " C"]
 
     def weights(self, queries: Int[np.ndarray, " N"]) -> Float[np.ndarray, "N T Q"]:
         """w[t, s] of the tokens t = `queries` and all s of the row, padding included (zero)."""

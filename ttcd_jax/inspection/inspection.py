@@ -66,9 +66,6 @@ class Inspection:
     segments: Int[np.ndarray, " T"] | None  # a number for every document; None: one
     loss_on: PerToken  # of a token, given those before it; NaN where a document begins
     memories: dict[int, Memory]  # by layer
-    gate: Float[np.ndarray, "Y T"]  # beta; 1 without a gate
-    window_share: Float[np.ndarray, "Y C"]  # |e - e'|^2 / |e|^2, e' of equal windows; NaN: no e
-    base: Float[np.ndarray, " Y"]  # |W_base|_F
 
     def __repr__(self) -> str:
         return f"<{len(self.tokens):,} tokens, memories in layers {[*self.layers]}>"
@@ -96,6 +93,16 @@ class Inspection:
         """loss_off - loss_on: above 0 the memories helped with the token."""
         return self.loss_off - self.loss_on
 
+    @property
+    def gate(self) -> Float[np.ndarray, "Y T"]:
+        """beta; 1 without a gate."""
+        return self._by_token(lambda x: x.gate)
+
+    @property
+    def window_share(self) -> Float[np.ndarray, "Y C"]:
+        """|e - e'|^2 / |e|^2 of the errors e, e' those of equal windows; NaN without either."""
+        return np.stack([x.window_share for x in self.memories.values()])
+
     @functools.cached_property
     def write_norm(self) -> Float[np.ndarray, "Y T"]:
         """|k^T u|_F, what every token wrote: by the delta rule its error less what the memory
@@ -111,8 +118,7 @@ class Inspection:
     @functools.cached_property
     def loudness(self) -> Float[np.ndarray, "Y C1"]:
         """|eta S|_F / |W_base|_F before every chunk, and after the last."""
-        sizes = np.stack([abs(x.eta) * x.walk.sizes for x in self.memories.values()])
-        return sizes / self.base[:, None]
+        return np.stack([abs(x.eta) * x.walk.sizes / x.base for x in self.memories.values()])
 
     def without_layer(self, layer: int) -> PerToken:
         """The losses when the memory of one layer is not read."""
@@ -198,16 +204,19 @@ class Inspection:
     def table(self) -> list[Row]:
         """A row for every layer: means over tokens, the loudness after the row, and the mean loss
         with all memories, without this one, and without any."""
-        rows, on, off = [], float(np.nanmean(self.loss_on)), float(np.nanmean(self.loss_off))
-        for i, layer in enumerate(self.layers):
-            share = self.window_share[i][np.isfinite(self.window_share[i])]
-            row = {"layer": layer, "gate": float(self.gate[i].mean())}
-            row["|eta S|/|W| at the end"] = float(self.loudness[i, -1])
-            row["share of the windows"] = float(share.mean()) if share.size else None
-            row |= {"loss": on, "without any": off}
-            row["without this memory"] = float(np.nanmean(self.without_layer(layer)))
-            rows.append(row)
-        return rows
+        shares = [share[np.isfinite(share)] for share in self.window_share]
+        return [
+            {
+                "layer": layer,
+                "gate": float(self.gate[i].mean()),
+                "|eta S|/|W| at the end": float(self.loudness[i, -1]),
+                "share of the windows": float(shares[i].mean()) if shares[i].size else None,
+                "loss": float(np.nanmean(self.loss_on)),
+                "without any": float(np.nanmean(self.loss_off)),
+                "without this memory": float(np.nanmean(self.without_layer(layer))),
+            }
+            for i, layer in enumerate(self.layers)
+        ]
 
     def controls(self, other: Text | None = None) -> list[Row]:
         """The mean losses as it is and under every control that the model can have; with the memory
@@ -255,8 +264,7 @@ class Inspection:
         self, model: InferenceModel, rows: np.ndarray | None = None, control: Any = None
     ) -> PerToken:
         rows = self.tokens[None] if rows is None else rows
-        losses, _ = reading.read_row(model, rows, self.segments, control=control)
-        return _aligned(losses, self.segments)
+        return reading.read_row(model, rows, self.segments, control=control)[0]
 
 
 def inspect(
@@ -280,13 +288,8 @@ def inspect(
     if not chosen or not {*chosen} <= {*found}:
         raise UserError(f"layers {[*chosen]}: the memories are in {[*found]}")
     losses, operands = reading.read_row(model, tokens[None], segments, layers=chosen)
-    joined = (_joined(found[layer], operands[layer]) for layer in chosen)
-    memories, gates, shares = zip(*joined, strict=True)
-    base = np.array([np.linalg.norm(np.asarray(found[x].w_base, float)) for x in chosen])
-    gate = np.stack([x.reshape(-1)[: len(tokens)] for x in gates])
-    kept = dict(zip(chosen, memories, strict=True))
-    on = _aligned(losses, segments)
-    return Inspection(run, model, tokens, segments, on, kept, gate, np.stack(shares), base)
+    memories = {layer: _joined(found[layer], operands[layer]) for layer in chosen}
+    return Inspection(run, model, tokens, segments, losses, memories)
 
 
 def row_of(tokenizer: Any, text: Text | list[Text]) -> tuple[np.ndarray, np.ndarray | None]:
@@ -308,16 +311,8 @@ def row_of(tokenizer: Any, text: Text | list[Text]) -> tuple[np.ndarray, np.ndar
     return np.concatenate(documents).astype(np.int32), numbers if is_list else None
 
 
-def _aligned(losses: np.ndarray, segments: np.ndarray | None) -> PerToken:
-    """[T - 1] as [T]: NaN where a document begins, whose first token nothing predicts."""
-    found = np.concatenate([[np.nan], losses])
-    if segments is not None:
-        found[1:][segments[1:] != segments[:-1]] = np.nan
-    return found
-
-
-def _joined(memory: SumMemory, parts: list[Operands]) -> tuple[Memory, np.ndarray, np.ndarray]:
-    """(the operands of a row, beta by chunk, the share of the windows by chunk) of its parts."""
+def _joined(memory: SumMemory, parts: list[Operands]) -> Memory:
+    """The operands of a row from those of its parts."""
 
     def whole(get: Callable[[Operands], Any], default: Any = None) -> Any:
         if default is None and get(parts[0]) is None:
@@ -328,7 +323,9 @@ def _joined(memory: SumMemory, parts: list[Operands]) -> tuple[Memory, np.ndarra
     keys, errors = whole(lambda x: x.writes.keys), whole(lambda x: x.writes.errors)
     mine, decay = whole(lambda x: x.mask.writes, True), whole(lambda x: x.writes.log_decay)
     resets, corrects = whole(lambda x: x.mask.resets), isinstance(memory, CorrectingMemory)
-    joined = Memory(
+    squares = np.sum(errors**2, axis=-1, dtype=float, where=mine[..., None]).sum(1)
+    windows = np.sum(whole(lambda x: x.window_squares, np.nan), axis=1, where=mine)
+    return Memory(
         eta=memory.options.eta,
         reads=keys if memory.reads_own_chunk else whole(lambda x: x.reads),
         keys=keys,
@@ -340,8 +337,7 @@ def _joined(memory: SumMemory, parts: list[Operands]) -> tuple[Memory, np.ndarra
         sees=whole(lambda x: x.mask.reads, True),
         resets=np.zeros(len(keys), bool) if resets is None else resets,
         segments=whole(lambda x: x.segments),
+        base=float(np.linalg.norm(np.asarray(memory.w_base, float))),
+        gate=whole(lambda x: x.gate, 1.0),
+        window_share=np.where(squares > 0, windows / np.where(squares > 0, squares, 1), np.nan),
     )
-    squares = np.sum(errors**2, axis=-1, dtype=float, where=mine[..., None]).sum(1)
-    windows = np.sum(whole(lambda x: x.window_squares, np.nan), axis=1, where=mine)
-    share = np.where(squares > 0, windows / np.where(squares > 0, squares, 1), np.nan)
-    return joined, whole(lambda x: x.gate, 1.0), share

@@ -22,10 +22,13 @@ from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.memory.prefix import PrefixMemory, SumMemory
 from ttcd_jax.memory.running import CorrectingMemory
 from ttcd_jax.methods.in_place import Operands
+from ttcd_jax.methods.ipttcd_stream import StreamMemoryConfig
+from ttcd_jax.methods.registry import method_named
 from ttcd_jax.models.config import has_in_place_memory, memory_chunk, switched_off
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.row import Control, Part, Row
+from ttcd_jax.train import layers_on_disk as disk
 from ttcd_jax.train.loss import token_scores
 
 PART = 1024  # tokens, or a longer chunk
@@ -80,8 +83,9 @@ def read_row(
     control: Control | None = None,
     layers: Collection[int] = (),
 ) -> tuple[np.ndarray, dict[int, list[Operands]]]:
-    """(nats of tokens 1 .. T - 1 of the first row [T - 1], the operands of its memories in
-    `layers`, numpy by part); `segments` are those of every row."""
+    """(nats of the tokens of the first row [T], NaN where a document begins, whose first token
+    nothing predicts; the operands of its memories in `layers`, numpy by part). `segments` are those
+    of every row."""
     chunk = memory_chunk(model.config)
     assert chunk is not None
     size, length = chunk * max(1, PART // chunk), tokens.shape[1]
@@ -108,8 +112,11 @@ def read_row(
                     found.setdefault(layer, []).append(jax.device_get(kept))
         streams = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *after)
     targets = jnp.asarray(np.roll(tokens[:1], -1, axis=1))
-    losses = (_nats(model, streams[0][:1][cut], targets[cut]) for cut in parts)
-    return np.concatenate([*map(np.asarray, losses)])[:-1], found
+    losses = [np.asarray(_nats(model, streams[0][:1][cut], targets[cut])) for cut in parts]
+    begins = np.arange(length) == 0
+    if segments is not None:
+        begins[1:] = segments[1:] != segments[:-1]
+    return np.where(begins, np.nan, np.roll(np.concatenate(losses).astype(float), 1)), found
 
 
 @jax.jit
@@ -126,3 +133,28 @@ def _step(block: Any, name: str, control: Control | None, streams: Any, row: Row
 def _nats(model: InferenceModel, h: Array, targets: Array) -> Array:
     hidden = rms_norm(h, model.final_norm[...], model.config.norm_eps)
     return token_scores(hidden, head_weight(model), targets)[0][0]
+
+
+def with_stream_memory(
+    run: Any, *, window: int = 128, layer: int | None = None, rate: float = 0.3, sinks: int = 4
+) -> Any:
+    """The run, whose model reads under `window`, with `sinks` first tokens beside it, and has a
+    memory of what its stream lacks there beside the model as it is: after `layer` (None: at four
+    fifths of the layers), of this constant rate, as task stream measures. `run`: a `LoadedRun`,
+    whose parameters are shared. Raises `UserError` for a model with a memory of its own, a layer
+    that it has not, and a window that is not smaller."""
+    config, params = run.config, nnx.to_pure_dict(nnx.state(run.model, nnx.Param))
+    if method_named(config.method).layers != "none":
+        raise UserError(f"method {config.method!r} has its own memory: inspect the run as it is")
+    if config.window is not None and window >= config.window:
+        raise UserError(f"window {window} is not below the model's, {config.window}")
+    new = config.replace(
+        method="ipttcd_stream",
+        memory=StreamMemoryConfig(initial_rate=rate, chunk_size=64),
+        fast_layers=(config.num_layers * 4 // 5 if layer is None else layer,),
+        student_window=window,
+        sink_tokens=sinks,
+    )
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), disk.stored_params(new))
+    rows = disk.unstacked(config, disk.by_name(params))
+    return run._replace(model=disk.model_of(new, zeros | rows), config=new)

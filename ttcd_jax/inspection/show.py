@@ -4,6 +4,7 @@ All text is escaped. Blue: the memory helped, or a number is great; orange: it h
 the opacity of a colour, and the number its title.
 """
 
+import functools
 import html
 import math
 from collections.abc import Sequence
@@ -17,13 +18,22 @@ from ttcd_jax.errors import UserError
 BLUE, ORANGE = "#0072B2", "#D55E00"  # Okabe and Ito's
 MOST_COLUMNS, WIDTH, LEFT = 128, 800, 150  # of a heat map, in pixels
 _STYLE = """<style>
-.seen { font: 15px/1.6 system-ui, sans-serif; max-width: 100%; overflow-x: auto; }
+.seen { font: 15px/1.6 system-ui, sans-serif; }
 .seen pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 30rem; overflow-y: auto;
   font: 13px/1.7 ui-monospace, Menlo, Consolas, monospace; }
-.seen svg { display: block; width: 100%; min-width: 560px; max-width: 860px; height: auto; }
+.seen span { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+.seen div { overflow-x: auto; }
+.seen svg { display: block; width: 100%; max-width: 860px; height: auto; }
+.seen .wide { min-width: 640px; }
 .seen text { fill: currentColor; font-size: 11px; }
 .seen td, .seen th { padding: .2rem .7rem .2rem 0; text-align: left; vertical-align: top; }
-@media print { .seen pre { max-height: none; } }
+@media (max-width: 600px) { .seen svg:not(.wide) text { font-size: 20px; } }
+@media print {
+  .seen pre { max-height: none; }
+  .seen .wide { min-width: 0; }
+  .seen p { break-after: avoid; }
+  .seen svg { break-inside: avoid; }
+}
 </style>"""
 
 
@@ -44,16 +54,11 @@ def page_part(*parts: str) -> str:
 def view(seen: Any, what: str, **options: Any) -> Shown:
     """The picture `what` of an `Inspection`. Raises `UserError` for another one, `TypeError` for
     options that it has not."""
-    views: dict[str, Any] = {
-        "gain": lambda: _text(seen, "gain"),
-        "gate": lambda layer=None: _text(seen, "gate", layer),
-        "write": lambda layer=None: _text(seen, "write", layer),
-        "loudness": lambda: _loudness(seen),
-        "reads": lambda layer=None, queries=None: _reads(seen, layer, queries),
-    }
+    text = dict.fromkeys(("gain", "gate", "write"), functools.partial(_text, what=what))
+    views: dict[str, Any] = text | {"loudness": _loudness, "reads": _reads}
     if what not in views:
         raise UserError(f"nothing to show by the name {what!r}: there are {', '.join(views)}")
-    return Shown(views[what](**options))
+    return Shown(views[what](seen, **options))
 
 
 def rows_of(rows: Sequence[Row]) -> str:
@@ -97,16 +102,16 @@ def _text(seen: Any, what: str, layer: int | None = None) -> str:
 def _loudness(seen: Any) -> str:
     """A line for every layer."""
     values, height, marks = seen.loudness, 240, []
-    top, x = float(values.max()) or 1.0, np.linspace(50, WIDTH - 70, values.shape[1])
+    top, x = float(values.max()) or 1.0, np.linspace(50, WIDTH - 100, values.shape[1])
     opacities = np.linspace(1, 0.4, len(values))
-    for layer, line, opacity in zip(seen.layers, values, opacities, strict=True):
-        y = height - 30 - (height - 50) * line / top
-        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+    lines = height - 30 - (height - 50) * values / top
+    for layer, line, opacity in zip(seen.layers, lines, opacities, strict=True):
+        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, line, strict=True))
         style = f'fill="none" stroke="{BLUE}" stroke-width="2" opacity="{opacity:.2f}"'
         marks += [f'<polyline points="{points}" {style}/>']
-        marks += [_label(WIDTH - 64, y[-1] + 4, f"layer {layer}", "start")]
+        marks += [_label(WIDTH - 94, line[-1] + 4, f"layer {layer}", "start")]
     marks += [_label(44, 24, f"{top:.3g}"), _label(44, height - 30, "0")]
-    marks += [_label(WIDTH - 70, height - 8, f"{len(seen.tokens):,} tokens")]
+    marks += [_label(WIDTH - 100, height - 8, f"{len(seen.tokens):,} tokens")]
     return _svg(height, "Loudness |eta S| / |W_base| before every chunk, along the row.", marks)
 
 
@@ -126,13 +131,11 @@ def _reads(seen: Any, layer: int | None = None, queries: Any = None) -> str:
         for column in np.flatnonzero(np.abs(shares[row]) > 0.005).tolist():
             value, start = float(shares[row, column]), edges[column]
             title = f"token {query}: {value:.3f} from {start} .. {min(start + per, count) - 1}"
-            place = f'x="{LEFT + column * step:.2f}" y="{y:.2f}" width="{step:.2f}"'
-            colour = (
-                f'height="{tall:.2f}" fill="{_colour(math.copysign(math.sqrt(abs(value)), value))}"'
-            )
-            marks += [f"<rect {place} {colour}><title>{title}</title></rect>"]
+            fill = f'fill="{_colour(math.copysign(math.sqrt(abs(value)), value))}"'
+            box = _box(LEFT + column * step, y, step, tall)
+            marks += [f"<rect {box} {fill}><title>{title}</title></rect>"]
     bottom = 10 + len(shares) * tall
-    frame = f'x="{LEFT}" y="10" width="{WIDTH - LEFT - 10}" height="{bottom - 10:.1f}"'
+    frame = _box(LEFT, 10, WIDTH - LEFT - 10, bottom - 10)
     marks += [f'<rect {frame} fill="none" stroke="currentColor" opacity=".4"/>']
     marks += [_label(LEFT, bottom + 16, "written at token 0", "start")]
     marks += [_label(WIDTH - 10, bottom + 16, f"{count - 1:,}")]
@@ -141,16 +144,22 @@ def _reads(seen: Any, layer: int | None = None, queries: Any = None) -> str:
         "that wrote. Blue: in its direction, orange: against it; a line adds up to 1, and a "
         "quarter has half the colour."
     )
-    return _svg(bottom + 24, caption, marks)
+    return _svg(bottom + 24, caption, marks, "wide")
+
+
+def _box(x: float, y: float, width: float, height: float) -> str:
+    return f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
 
 
 def _label(x: float, y: float, text: str, anchor: str = "end") -> str:
     return f'<text x="{x:.0f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
-def _svg(height: float, caption: str, marks: Sequence[str]) -> str:
+def _svg(height: float, caption: str, marks: Sequence[str], kind: str = "") -> str:
+    """`kind` "wide": it keeps its width on a telephone, and scrolls there."""
     box = f'viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{html.escape(caption)}"'
-    return f"<p>{caption}</p><svg {box}>{''.join(marks)}</svg>"
+    svg = f'<svg class="{kind}" {box}>{"".join(marks)}</svg>'
+    return f"<p>{caption}</p><div>{svg}</div>"
 
 
 def _colour(value: float) -> str:

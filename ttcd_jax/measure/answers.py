@@ -62,10 +62,8 @@ def controls(facts: Mapping[str, Facts]) -> dict[str, str]:
 
 def compared(measured: Measured, run: str, control: str | None) -> dict[str, Differences]:
     """The differences of a run: "on - off" and "less CONTROL", where both were measured."""
-    seeds = measured.runs.get(run, {})
-    on, off = _variant(seeds, run, wants_off=False), _variant(seeds, run, wants_off=True)
-    base = _variant(measured.runs.get(control or "", {}), control or "", wants_off=False)
-    found = {}
+    on, found = _by_seed(measured, run), {}
+    off, base = _by_seed(measured, run, wants_off=True), _by_seed(measured, control or "")
     for name, other in (("on - off", off), (f"less {control}", base)):
         if both := [seed for seed in on if seed in other]:
             pair = [on[seed] for seed in both], [other[seed] for seed in both]
@@ -73,11 +71,11 @@ def compared(measured: Measured, run: str, control: str | None) -> dict[str, Dif
     return {name: x for name, x in found.items() if x}
 
 
-def _variant(seeds: Seeds, run: str, *, wants_off: bool) -> dict[int, Sequence[Any]]:
-    """The records by seed of the run itself, not of a changed model, with its memory on or off."""
+def _by_seed(measured: Measured, run: str, *, wants_off: bool = False) -> dict[int, list[Any]]:
+    """The records of the run itself, not of a changed model, with its memory on or off."""
     return {
         seed: records
-        for seed, series in seeds.items()
+        for seed, series in measured.runs.get(run, {}).items()
         for name, records in series.items()
         if stem_of(name) == run and is_off(name) == wants_off
     }
@@ -91,25 +89,26 @@ def with_differences(
     rows: list[Any] = [dict(row) for row in table]
     key = measured.task.key
     for run in measured.runs:
-        own = [x for row in rows for x in row if f"{x}, ".startswith(f"{run}, ")]
+        own = {x for row in rows for x in row if f"{x}, ".startswith(f"{run}, ")}
         for name, found in compared(measured, run, controls_of.get(run)).items():
-            texts = {str(bucket): _cell(*x) for bucket, x in found.items()}
-            cells = [texts.get(str(row.get(key))) for row in rows]
-            column = f"{run}, {name}"
-            if not any(cells) or any(x.startswith(column) for x in own):
+            column, texts = f"{run}, {name}", {str(x): _signed(*y) for x, y in found.items()}
+            texts = [texts.get(str(row.get(key))) for row in rows]
+            if not any(texts) or any(x.startswith(column) for x in own):
                 continue
-            for row, cell in zip(rows, cells, strict=True):
-                items = [*row.items()]
-                last = max(i for i, (x, _) in enumerate(items) if x in (*own, key))
-                row.clear()
-                row.update([*items[: last + 1], (column, cell), *items[last + 1 :]])
-            own.append(column)
+            for i, text in enumerate(texts):
+                items = [*rows[i].items()]
+                last = max(j for j, (x, _) in enumerate(items) if x in {*own, key}) + 1
+                rows[i] = dict([*items[:last], (column, text), *items[last:]])
+            own.add(column)
     return rows
 
 
-def _cell(mean: float, low: float, high: float) -> str:
-    half = "" if math.isnan(high - low) else f" ± {(high - low) / 2:.3f}"
-    return f"{mean:+.3f}{half}"
+def _half(low: float, high: float) -> str:
+    return "" if math.isnan(high - low) else f" ± {(high - low) / 2:.3f}"
+
+
+def _signed(mean: float, low: float, high: float) -> str:
+    return f"{mean:+.3f}{_half(low, high)}"
 
 
 def answers(everything: Sequence[Measured], facts: Mapping[str, Facts]) -> list[Answer]:
@@ -170,15 +169,22 @@ def _verdict(task: type[Task], pairs: Mapping[str, Differences]) -> str:
     return "; ".join(parts)
 
 
+def _axis(task: type[Task]) -> str:
+    return task.x_label.partition(" (")[0]
+
+
+def place(task: type[Task], bucket: Any) -> str:
+    """Where a value was measured, for a sentence."""
+    return "" if bucket == "all" else f" ({_axis(task)}: {bucket})"
+
+
 def _sentence(measured: Measured, run: str, less: str, found: Differences) -> str:
     """The last bucket, of all tokens where there is one, and where a run is better."""
     task, (bucket, (mean, low, high)) = measured.task, [*found.items()][-1]
-    half = "" if math.isnan(high - low) else f" ± {(high - low) / 2:.3f}"
     unit = task.difference or task.unit(next(iter(measured.runs[run].values())))[1]
     what = "with the memory on than off" if less == "on - off" else f"than {less[5:]}"
-    label = task.x_label.partition(" (")[0]
-    where = "" if bucket == "all" else f" ({label}: {bucket})"
-    text = f"{abs(mean):.3f}{half} {unit} {'lower' if mean < 0 else 'higher'} {what}{where}"
+    text = f"{abs(mean):.3f}{_half(low, high)} {unit} {'lower' if mean < 0 else 'higher'} {what}"
+    text += place(task, bucket)
     sides = {x: judged(task, *y) for x, y in found.items() if x != "all"}
     if None in sides.values() or len(sides) < 2:
         return text
@@ -186,7 +192,7 @@ def _sentence(measured: Measured, run: str, less: str, found: Differences) -> st
     last = [*itertools.takewhile(lambda x: sides[x] == 1, [*sides][::-1])]
     start = last and re.match(r"(?:beyond )?(\d+)", str(last[-1]))
     if start and len(sides) > len(last) == counts[1]:
-        return f"{text}, better from {start[1]} on ({label})"
+        return f"{text}, better from {start[1]} on ({_axis(task)})"
     words = (f"{word} in {counts[x]} of {len(sides)} places" for x, word in _WORDS if counts[x])
     return ", ".join([text, *words])
 

@@ -94,14 +94,12 @@ def write_page(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    functions = {
-        "cells": cells,
-        "grouped": lambda header: _grouped([name for name, _ in header], [*(colours or ())]),
-        "image": image,
-    }
-    content = {"title": title, "runs": runs, "sections": sections, "next_steps": next_steps}
-    content |= {"answers": answers, "words": _WORDS, "views": Markup(views)}
-    page = environment.from_string(template).render(content, colours=colours or {}, **functions)
+    page = environment.from_string(template).render(
+        **{"title": title, "runs": runs, "sections": sections, "next_steps": next_steps},
+        **{"answers": answers, "words": _WORDS, "views": Markup(views), "colours": colours or {}},
+        **{"cells": cells, "image": image},
+        grouped=lambda header: _grouped([name for name, _ in header], [*(colours or ())]),
+    )
     write_whole(path, page)
 
 

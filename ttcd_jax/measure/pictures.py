@@ -165,10 +165,12 @@ def plot_lines(
     *,
     series: Mapping[str, tuple[Sequence[Any], Sequence[float | None]]],
     bands: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    is_log: bool = True,
     **labels: Any,
 ) -> None:
     """A line of (x, y) per series over a logarithmic x axis; ticks at powers of two, as 4K for
     4096, and nowhere else if all values are; names as x are at equal distances; None leaves a gap.
+    Without `is_log` the axis is linear, in whole numbers, as for the steps of training.
     Names stand at the ends of the lines where they have room, else in a legend. `bands`: (low,
     high) of series; `labels`: of `_save_picture`."""
 
@@ -187,6 +189,10 @@ def plot_lines(
             if bands and name in bands:
                 axes.fill_between(x, *bands[name], color=look.colour, alpha=0.15, linewidth=0)
         _name_lines(axes, ends, labels.get("chance"))
+        if not is_log:
+            axes.locator_params("x", integer=True)
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+            return
         shown = (point for x, y in series.values() for point in zip(x, y, strict=True))
         ticks = {x for x, y in shown if y is not None}
         if any(isinstance(x, str) for x in ticks):

@@ -73,10 +73,7 @@ class Results(_Header):
 
     def renamed(self, label: str, name: str) -> "Results":
         """The results with series of a run called `name` instead of `label`."""
-        series = {
-            name + key[len(label) :] if key.startswith(label) else f"{name}, {key}": records
-            for key, records in self.series.items()
-        }
+        series = {series_of(key, label, name): records for key, records in self.series.items()}
         return dataclasses.replace(self, series=series)
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,6 +95,11 @@ class Results(_Header):
         self.task.pictures(self.path, self.series, self.chance)
         shutil.rmtree(self.path / _UNFINISHED, ignore_errors=True)
         return self.path
+
+
+def series_of(series: str, label: str, name: str) -> str:
+    """The name of a series of a run that is called `name` instead of `label`."""
+    return name + series[len(label) :] if series.startswith(label) else f"{name}, {series}"
 
 
 def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None) -> Results:

@@ -41,6 +41,7 @@ from ttcd_jax.train.checkpoint import Checkpoints, complete_steps, fetch_steps
 from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, with_params
 
 METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.json"
 TOKENIZER = "tokenizer.json"
 IMPORTED = "imported"  # the data type of an imported run
 IMPORT = "import.json"

@@ -14,15 +14,13 @@ from ttcd_jax.files import read_json, write_json
 from ttcd_jax.measure.results import Results, differing
 from ttcd_jax.measure.task import Subject, Task
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.run.directory import RunDirectory, run_tokenizer
+from ttcd_jax.run.directory import EVALUATIONS, RunDirectory, run_tokenizer
 from ttcd_jax.run.page import RunPage
 from ttcd_jax.run.trackers import Guarded
 from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.tasks import TASKS
 from ttcd_jax.train.loop import StateCallback
 from ttcd_jax.train.state import TrainState, abstract_model, with_params
-
-_CASES = "evaluations.json"
 
 
 def evaluation_callbacks(
@@ -43,7 +41,7 @@ def evaluation_callbacks(
     data, tokenizer = config.data.to_dict(), run_tokenizer(run_dir)
     subject = Subject(abstract_model(config.model), tokenizer, data, run_dir.path)
     inputs = [(task, task.rows(subject)) for task in tasks]
-    _check_cases(run_dir.path / _CASES, inputs, subject)
+    _check_cases(run_dir.path / EVALUATIONS, inputs, subject)
     page = None if jax.process_index() else Guarded(RunPage(run_dir.path))
 
     def evaluate(step: int, state: TrainState) -> None:

@@ -2,6 +2,7 @@
 measured. Training writes that of its own run at every evaluation."""
 
 import contextlib
+import functools
 import json
 import math
 import shlex
@@ -9,7 +10,7 @@ import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ttcd_kernels.table import Row, cells
 
@@ -18,21 +19,22 @@ from ttcd_jax.data.sources import row_length
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import read_json
 from ttcd_jax.inference.state import state_bytes
-from ttcd_jax.measure.answers import Facts, answers, controls
+from ttcd_jax.measure.answers import Facts, answers, controls, place
 from ttcd_jax.measure.page import Section, write_page
 from ttcd_jax.measure.pictures import Picture, coloured_by_run, plot_lines
-from ttcd_jax.measure.results import Results, measured, task_sections
-from ttcd_jax.measure.task import table_of
+from ttcd_jax.measure.results import Results, measured, series_of, task_sections
+from ttcd_jax.measure.task import TASKS, table_of
 from ttcd_jax.methods import method_named
 from ttcd_jax.models.config import TransformerConfig, switched_off
 from ttcd_jax.run.config import by_path
-from ttcd_jax.run.directory import METRICS, RunDirectory, model_config
+from ttcd_jax.run.directory import EVALUATIONS, METRICS, RunDirectory, model_config
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.run.trackers import Tracker
 from ttcd_jax.sharding import rules
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.state import num_params
 
+type BySeries = dict[str, dict[int, float]]  # values by step
 _CURVES = {  # of a metric: title, name of the axis
     "loss": ("Training and its speed", "training loss (nats per token)"),
     "memory_ratio": ("Size of the memory, mean over layers", "|eta S| / |W_base|"),
@@ -44,110 +46,170 @@ COLUMNS += ("held per text",)
 _LAST = {"memory_ratio": "|eta S|/|W|", "gate_mean": "gate", "window_share": "window share"}
 
 
-class Run(NamedTuple):
-    """A run of a page: its name there, and its metrics."""
+class Run:
+    """A run of a page: its name there, its metrics, and what its directory says."""
 
-    label: str
-    path: Path
-    metrics: list[dict[str, Any]]
+    def __init__(self, label: str, path: Path) -> None:
+        directory, file = RunDirectory(path), path / "environment.json"
+        self.label, self.path, self.metrics = label, path, read_metrics(path / METRICS)
+        self.config, self.model = directory.read_config(), model_config(directory)
+        self.data = directory.read_part("data")
+        self.length = row_length(self.data)
+        self.environment = read_json(file) if file.exists() else {}
 
-    @classmethod
-    def read(cls, label: str, path: Path) -> "Run":
-        return cls(label, path, read_metrics(path / METRICS))
+    @functools.cached_property
+    def facts(self) -> Facts:
+        """What answers are made of."""
+        model, devices = self.model, self.environment.get("devices")
+        speeds = [x for x in self.numbers("tokens_per_second").values() if x]
+        has_memory = method_named(model.method).layers != "none"
+        return Facts(
+            method=model.label,
+            has_memory=has_memory and switched_off(model, length=1) != model,
+            data=json.dumps(self.data, sort_keys=True),
+            window=model.stream_window,
+            steps=max((x["step"] for x in self.metrics), default=self.config.get("steps")),
+            device=", ".join(sorted({*map(str, devices)}) if isinstance(devices, list) else []),
+            tokens_per_second=statistics.median(speeds) if speeds else None,
+            flops=float(training_flops_per_token(model, self.length)),
+            state=_held(model, self.length),
+        )
+
+    @functools.cached_property
+    def row(self) -> Row:
+        """Its row in the first table of a page, and behind `COLUMNS` what is for the settings."""
+        own, size = self.facts, self.config.get("batch_size")
+        tokens = self.length * size * own.steps if size and own.steps else None
+        row = {
+            "run": self.label,
+            "method": own.method,
+            "parameters": num_params(self.model),
+            "steps": own.steps,
+            "tokens per row": self.length,
+            "FLOPs per token": own.flops,
+            "training FLOPs": tokens and own.flops * tokens,
+            "tokens/s": own.tokens_per_second,
+            "held per text": None if own.state is None else units.size(own.state),
+            "device": own.device,
+        }
+        return row | {column: text for name, column in _LAST.items() if (text := self._last(name))}
 
     def numbers(self, name: str) -> dict[int, float]:
         """The values of a metric by step, the mean over layers, where they are numbers."""
         found = {}
         for record in self.metrics:
             values = [x for key, x in record.items() if key.partition("/")[0] == name]
-            if values and all(isinstance(x, int | float) and abs(x) < 1e300 for x in values):
+            if values and all(map(_is_number, values)):
                 found[record["step"]] = statistics.fmean(values)
         return found
 
-    @property
-    def speed(self) -> float | None:
-        """The median of tokens per second."""
-        speeds = [x for x in self.numbers("tokens_per_second").values() if x]
-        return statistics.median(speeds) if speeds else None
+    def evaluations(self) -> dict[tuple[str, str, str], BySeries]:
+        """What was evaluated in training, by task, bucket and digests of the cases: of every series
+        the last bucket, that of all where there is one."""
+        file, found = self.path / EVALUATIONS, {}
+        cases = read_json(file) if file.is_file() else {}
+        bare = method_named(self.model.method).label  # all that labels of earlier versions have
+        for record in self.metrics:
+            last = {}
+            for key, x in record.items():
+                name, _, rest = key.partition("/")
+                series, _, bucket = rest.rpartition("/")
+                if name in TASKS and series.startswith(bare):
+                    old = self.model.label if series.startswith(self.model.label) else bare
+                    last[name, series_of(series, old, self.label)] = bucket, x
+                elif name in TASKS and series == TASKS[name].value:  # a row is a series
+                    last[name, f"{self.label}, {TASKS[name].key} {bucket}"] = "", x
+            for (name, series), (bucket, x) in last.items():
+                digests = str([y for task, y in cases.items() if task.startswith(f"{name} ")])
+                if _is_number(x):
+                    lines = found.setdefault((name, bucket, digests), {})
+                    lines.setdefault(series, {})[record["step"]] = x
+        return found
 
-    def last(self, name: str) -> str | None:
+    def _last(self, name: str) -> str:
         """The medians of the last ten values of a metric, by layer."""
         layers: dict[str, list[float]] = {}
         for key, x in (item for record in self.metrics for item in record.items()):
             if key.partition("/")[0] == name and isinstance(x, float):
                 layers.setdefault(key, []).append(x)
-        return ", ".join(f"{statistics.median(x[-10:]):.2g}" for x in layers.values()) or None
+        return ", ".join(f"{statistics.median(x[-10:]):.2g}" for x in layers.values())
 
 
-def run_rows(runs: Sequence[Run]) -> list[Row]:
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and abs(x) < 1e300
+
+
+def first_columns(runs: Sequence[Run]) -> list[Row]:
     """The first table of a page."""
-    rows = []
-    for run in runs:
-        directory = RunDirectory(run.path)
-        config, model = directory.read_config(), model_config(directory)
-        steps = max((x["step"] for x in run.metrics), default=config.get("steps"))
-        length, size = row_length(directory.read_part("data")), config.get("batch_size")
-        per_token = training_flops_per_token(model, length)
-        held = _held(model, length)
-        row = {
-            "run": run.label,
-            "method": model.label,
-            "parameters": num_params(model),
-            "steps": steps,
-            "tokens per row": length,
-            "FLOPs per token": float(per_token),
-            "training FLOPs": float(per_token * length * size * steps) if size and steps else None,
-            "tokens/s": run.speed,
-            "held per text": None if held is None else units.size(held),
-            "device": ", ".join(_environment(run.path)["devices"]),
-        }
-        last = {column: run.last(name) for name, column in _LAST.items()}
-        rows.append(row | {column: text for column, text in last.items() if text})
-    return rows
-
-
-def first_columns(rows: Sequence[Row]) -> list[Row]:
-    """The columns that are not for the settings."""
-    return [{name: row[name] for name in COLUMNS} for row in rows]
+    return [{name: run.row[name] for name in COLUMNS} for run in runs]
 
 
 def training_sections(runs: Sequence[Run], output: Path) -> list[Section]:
-    """Loss and speed of the runs that were trained here, and how far their memory moves the
-    weights: a curve by step, and the last value."""
-    sections = []
+    """What was evaluated while runs were trained here; their loss and speed, and how far their
+    memory moves the weights: a curve by step, and the last value."""
+    sections = _evaluated(runs, output)
     for name, (title, y_label) in _CURVES.items():
         table, lines = [], {}
         for run in runs:
             if found := run.numbers(name):
-                lines[run.label] = [*found], [*found.values()]
+                lines[run.label] = found
                 row = {"run": run.label, "step": max(found), y_label: found[max(found)]}
                 if name == "loss":
-                    row["tokens/s (median)"] = run.speed
+                    row["tokens/s (median)"] = run.facts.tokens_per_second
                 table.append(row)
         if table:
             path = output / ("training.svg" if name == "loss" else f"{name}.svg")
-            plot_lines(path, title=title, x_label="step", y_label=y_label, series=lines)
-            picture = Picture(path.absolute(), f"{title}, by step.")
+            picture = _by_step(path, title, y_label, lines, f"{title}, by step.")
             sections.append(Section(title, table, [picture], is_detail=True))
     return sections
 
 
-def settings_section(runs: Sequence[Run], rows: Sequence[Row]) -> Section:
+def _evaluated(runs: Sequence[Run], output: Path) -> list[Section]:
+    """A curve of every task that some run was evaluated on at two steps or more; runs that were
+    evaluated on the same cases share it."""
+    found: dict[tuple[str, str, str], BySeries] = {}
+    for run in runs:
+        for what, lines in run.evaluations().items():
+            found.setdefault(what, {}).update(lines)
+    pictures, table = [], []
+    for number, ((name, bucket, _), lines) in enumerate(found.items()):
+        if max(map(len, lines.values())) < 2:
+            continue
+        task, path = TASKS[name], output / f"evaluations_{number}.svg"
+        value, title = task.unit({})[1], task.title.partition(" by ")[0].rstrip(",")
+        best, better = (min, "lower") if task.is_lower_better else (max, "higher")
+        what = f"{value}{place(task, bucket)}" if bucket else value
+        sentence = f"{what[:1].upper()}{what[1:]} by step of training: {better} is better."
+        pictures.append(_by_step(path, f"{title}, by step", value, lines, sentence))
+        for label, values in lines.items():
+            last, top = max(values), best(values, key=values.__getitem__)
+            row = {"evaluated": label, "measure": what, "last step": last, "last": values[last]}
+            table.append(row | {"best": values[top], "best step": top})
+    return [Section("Evaluations by step", table, pictures)] if table else []
+
+
+def _by_step(path: Path, title: str, y_label: str, lines: BySeries, sentence: str) -> Picture:
+    series = {name: ([*values], [*values.values()]) for name, values in lines.items()}
+    plot_lines(path, series=series, is_log=False, title=title, x_label="step", y_label=y_label)
+    return Picture(path.absolute(), sentence)
+
+
+def settings_section(runs: Sequence[Run]) -> Section:
     """What made every run, a column each, and the rest of its row: commit, seed and windows, the
     fields in which the runs differ; above it the commands, and the changes since."""
-    columns, lines, fields = {}, [], [by_path(RunDirectory(x.path).read_config()) for x in runs]
+    columns, lines, fields = {}, [], [by_path(run.config) for run in runs]
     names: dict[str, None] = dict.fromkeys(("seed", "model.window", "model.student_window"))
     for name in dict.fromkeys(name for found in fields for name in found):
         if len({str(found.get(name)) for found in fields}) > 1:
             names[name] = None
-    for run, row, found in zip(runs, rows, fields, strict=True):
-        environment, config = _environment(run.path), read_json(run.path / "config.json")
-        rest = {x: cells([{x: y}])[1][0][0] for x, y in row.items() if x not in COLUMNS}
+    for run, found in zip(runs, fields, strict=True):
+        rest = {x: cells([{x: y}])[1][0][0] for x, y in run.row.items() if x not in COLUMNS}
         own = {name: str(found[name][1]) for name in names if name in found}
-        columns[run.label] = {"commit": str(environment.get("commit"))[:12]} | own | rest
-        changes = [f"{x['field']} = {x['new']}" for x in config.get("changes") or ()]
-        text = f"`{_command(environment.get('command') or ['unknown'])}`"
-        text += f", since then {', '.join(changes)}" if changes else ""
+        columns[run.label] = {"commit": str(run.environment.get("commit"))[:12]} | own | rest
+        changes = read_json(run.path / "config.json").get("changes") or ()
+        since = ", ".join(f"{x['field']} = {x['new']}" for x in changes)
+        text = f"`{_command(run.environment.get('command') or ['unknown'])}`"
+        text += f", since then {since}" if since else ""
         lines.append(f"{run.label}: {text}; configuration `{run.path / 'config.gin'}`")
     table = table_of("setting", columns)
     return Section("Settings and commands", table, lines=lines, is_detail=True)
@@ -161,15 +223,6 @@ def _command(arguments: Sequence[str]) -> str:
     return shlex.join([*(("ttcd",) if name == "ttcd" else start), *rest])
 
 
-def _environment(path: Path) -> dict[str, Any]:
-    """Where a run began; its devices are names, once each."""
-    file = path / "environment.json"
-    found = read_json(file) if file.exists() else {}
-    devices = found.get("devices")
-    names = sorted({*map(str, devices)}) if isinstance(devices, list) else []
-    return found | {"devices": names}
-
-
 def _held(model: TransformerConfig, length: int) -> int | None:
     """Bytes that a decoder holds per text, of full attention for one of `length` tokens; None of a
     model that cannot decode. The rows of a mesh in use have to divide among its devices."""
@@ -177,24 +230,6 @@ def _held(model: TransformerConfig, length: int) -> int | None:
     with contextlib.suppress(UserError):
         return state_bytes(model, rows, max_length=length)["total"] // rows
     return None
-
-
-def facts(run: Run, row: Row) -> Facts:
-    """What answers are made of, from a run and its row."""
-    directory = RunDirectory(run.path)
-    model, data = model_config(directory), directory.read_part("data")
-    has_memory = method_named(model.method).layers != "none"
-    return Facts(
-        method=model.label,
-        has_memory=has_memory and switched_off(model, length=1) != model,
-        data=json.dumps(data, sort_keys=True),
-        window=model.stream_window,
-        steps=row["steps"],
-        device=row["device"],
-        tokens_per_second=run.speed,
-        flops=row["FLOPs per token"],
-        state=_held(model, row["tokens per row"]),
-    )
 
 
 def write_report(
@@ -209,19 +244,22 @@ def write_report(
 ) -> list[Section]:
     """Writes the page `path` of `runs`, those of `results` by name, and `others`, with pictures in
     a folder; returns its sections, but for the settings."""
-    rows = run_rows(runs)
-    known = {run.label: facts(run, row) for run, row in zip(runs, rows, strict=True)}
+    known = {run.label: run.facts for run in runs}
     with coloured_by_run({name: x.method for name, x in known.items()}) as colours:
         story = task_sections(results, pictures, between, controls(known))
         training = training_sections(runs, pictures)
     if not story:
         training = [x._replace(is_detail=False) for x in training]
-    last = [settings_section(runs, rows)] if runs else []
     sections = [*story, *others, *training]
-    options = {"colours": colours, "sections": [*sections, *last], "next_steps": next_steps}
-    options |= {"answers": answers(measured(results), known)} if runs else {}
-    title = " and ".join(x.label for x in runs) or "Measurements"
-    write_page(path, title=title, runs=first_columns(rows), **options)
+    write_page(
+        path,
+        title=" and ".join(known) or "Measurements",
+        runs=first_columns(runs),
+        colours=colours,
+        sections=[*sections, *([settings_section(runs)] if runs else [])],
+        next_steps=next_steps,
+        answers=answers(measured(results), known),
+    )
     return sections
 
 
@@ -234,7 +272,7 @@ class RunPage(Tracker):
     def write(self, step: int, record: dict[str, Any]) -> None:
         """`record`: the results of the run's tasks at this step, by task."""
         results = [*record.values()]
-        run = Run.read(results[0].label, self._directory)
+        run = Run(results[0].label, self._directory)
         with tempfile.TemporaryDirectory() as pictures:
             page = self._directory / "index.html"
             write_report(page, [run], {run.label: results}, Path(pictures))

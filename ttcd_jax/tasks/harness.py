@@ -91,7 +91,7 @@ class Harness(Task[Any, Score]):
 
     @classmethod
     def unit(cls, series: Series[Score]) -> tuple[str, str]:
-        return "value", "score" if None in _chances(series) else "accuracy (%)"
+        return "value", "score" if None in (_chances(series) or {None}) else "accuracy (%)"
 
     @classmethod
     def pictures(cls, folder: Path, series: Series[Score], chance: float | None) -> list[Picture]:

@@ -131,8 +131,8 @@ class Perplexity(RowTask[PositionLoss]):
 
     @classmethod
     def unit(cls, series: Series[PositionLoss]) -> tuple[str, str]:
-        first = _of_all(next(iter(series.values())))
-        if all(record.bits_per_byte is not None for record in first):
+        first = next(iter(series.values()), [])
+        if all(record.bits_per_byte is not None for record in _of_all(first)):
             return "bits_per_byte", "bits per byte"
         return "perplexity", "perplexity"
 

@@ -11,7 +11,8 @@ from ttcd_jax.files import read_json
 from ttcd_jax.measure.page import Section
 from ttcd_jax.measure.results import read_all_results
 from ttcd_jax.run import page
-from ttcd_jax.run.directory import RunDirectory
+from ttcd_jax.run.directory import METRICS, RunDirectory
+from ttcd_jax.run.reporting import read_metrics
 
 
 def write_report(
@@ -30,12 +31,10 @@ def write_report(
     elif sweeps:
         raise UserError(f"{sweeps[0]} is a MAD sweep: only a checkout shows it, not the wheel")
     results = read_all_results(others)
-    runs = [page.Run.read(*x) for x in zip(results, others, strict=True)]
-    for run in runs:
-        if not (results[run.label] or run.metrics):
-            raise UserError(
-                f"nothing was measured in {run.path}: train it, or run ttcd evaluate first"
-            )
+    for name, path in zip(results, others, strict=True):
+        if not (results[name] or read_metrics(path / METRICS)):
+            raise UserError(f"nothing was measured in {path}: train it, or run ttcd evaluate first")
+    runs = [page.Run(*x) for x in zip(results, others, strict=True)]
     tables = [_sweep(path, output / f"mad_{i}.svg") for i, path in enumerate(sweeps)]
     tables += (section for path in files for section in _tables(path))
     options = {"between": between, "others": tables, "next_steps": next_steps}

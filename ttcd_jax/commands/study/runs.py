@@ -40,15 +40,14 @@ from ttcd_jax.models.config import has_in_place_memory, layers_with_teacher, swi
 from ttcd_jax.registry import IMPORTED_MODULES
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig, accepted_changes
-from ttcd_jax.run.directory import RunDirectory, load_run
+from ttcd_jax.run.directory import METRICS, RunDirectory, load_run
 from ttcd_jax.run.page import (
     Run,
-    facts,
     first_columns,
-    run_rows,
     settings_section,
     training_sections,
 )
+from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.run.start import inherited_model
 from ttcd_jax.train.checkpoint import complete_steps
 from ttcd_jax.train.flops import training_flops_per_token
@@ -272,8 +271,8 @@ def write_study(
     """Prints the tables of all runs that were evaluated, and writes them with pictures into
     `index.html`, and alone into `tables.txt`; returns them."""
     chosen, sections = config.chosen(recipes), []
-    runs = [Run.read(f"{name}, seed {seed}", path / f"{name}-{seed}") for name, seed in chosen]
-    runs = [run for run in runs if run.metrics]
+    folders = {f"{name}, seed {seed}": path / f"{name}-{seed}" for name, seed in chosen}
+    runs = [Run(name, x) for name, x in folders.items() if read_metrics(x / METRICS)]
     labels = {name: recipe.config.model.label for name, recipe in recipes.items()}
     everything = []
     with coloured_by_run(labels) as colours:
@@ -285,17 +284,14 @@ def write_study(
                 sections += _headroom(task, title, measured, recipes)
         sections += training_sections(runs, path / "pictures")
     colours |= {run.label: colours[run.label.rpartition(", ")[0]] for run in runs}
-    rows = run_rows(runs)
-    firsts = {
-        x.label.rpartition(", ")[0]: (x, row) for x, row in [*zip(runs, rows, strict=True)][::-1]
-    }
-    known = {x: facts(*firsts[x]) for x in recipes if x in firsts and x != START}
-    shown = [Section("Runs", rows), *sections]
+    firsts = {run.label.rpartition(", ")[0]: run for run in reversed(runs)}
+    known = {x: firsts[x].facts for x in recipes if x in firsts and x != START}
+    shown = [Section("Runs", [run.row for run in runs]), *sections]
     tables = "\n".join(f"{x.title}\n{format_table(x.table)}\n" for x in shown)
     write_whole(path / "tables.txt", tables)
     page, title = path / "index.html", f"Study: {', '.join(recipes)}"
-    sections += [settings_section(*zip(*firsts.values(), strict=True))] if runs else []
-    found = {"answers": answers(everything, known), "runs": first_columns(rows)}
+    sections += [settings_section([*firsts.values()])] if runs else []
+    found = {"answers": answers(everything, known), "runs": first_columns(runs)}
     write_page(page, title=title, sections=sections, colours=colours, **found)
     print(tables)
     if page.exists():
