@@ -139,7 +139,7 @@ transformers: $(TRIED:%=.venv/transformers/%) ## torch, and the versions of tran
 
 .venv/transformers/%: | .venv/transformers/torch
 	@rm -rf $@.new
-	@$|/bin/python $(PIP) --target $@.new transformers==$* && mv $@.new $@
+	@$|/bin/python $(PIP) --no-compile --target $@.new transformers==$* && mv $@.new $@
 
 test: .venv .venv/test .venv/docs .venv/hopper .venv/harness .venv/smollm2 ## the whole test suite, on two workers
 	$(PYTHON) -m pytest -n 2 --dist=worksteal --durations=40 --durations-min=5
