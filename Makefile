@@ -40,10 +40,10 @@ quickstart: .venv ## train and evaluate on text and on evidence, make the page (
 	$(LAUNCH) --gin=quickstart.gin --param="include 'method/swa.gin'" --run_dir=$(RUNS)/text_swa
 	$(EVALUATE) --run_dir=$(RUNS)/text_swa --task=ppl --seq_len=4096 $(FEW)
 	$(LAUNCH) --gin=evidence.gin --run_dir=$(RUNS)/evidence
-	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=evidence
+	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=evidence $(FEW)
 	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=needle --by=prefill --distances=64,1024$(FAR)
 	$(LAUNCH) --gin=evidence_no_gap.gin --run_dir=$(RUNS)/evidence_no_gap
-	$(EVALUATE) --run_dir=$(RUNS)/evidence_no_gap --task=evidence
+	$(EVALUATE) --run_dir=$(RUNS)/evidence_no_gap --task=evidence $(FEW)
 	@$(PYTHON) -m experiments.report --output=$(RUNS) --run_dir=$(RUNS)/text \
 	  --run_dir=$(RUNS)/text_swa --run_dir=$(RUNS)/evidence_no_gap --run_dir=$(RUNS)/evidence \
 	  --next='the page: open $(RUNS)/index.html' \

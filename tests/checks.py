@@ -155,12 +155,8 @@ def randomize(build: Callable, *args, std: float = 0.5, **options):
     return module
 
 
-_forward = nnx.jit(lambda model, tokens: model(tokens))
-
-
-def logits_of(model, tokens) -> np.ndarray:
-    """Of whole rows, compiled: op by op a model takes several times as long."""
-    return np.asarray(_forward(model, jnp.asarray(tokens)))
+# Of whole rows: op by op a model takes several times as long.
+logits_of = nnx.jit(lambda model, tokens: model(tokens))
 
 
 def with_gradients(run: Callable, *args):

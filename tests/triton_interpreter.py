@@ -5,7 +5,6 @@ one program after another. That process can neither compile nor launch them.
 """
 
 import functools
-import math
 import threading
 import types
 from typing import Any
@@ -107,23 +106,7 @@ def _patch_the_language_once() -> None:
         return module._LangPatchScope()
 
     module._patch_lang = patch_once
-    # Every operation would name the types of its block and of the block's shape anew.
-    known = functools.cache(tl.block_type)
-
-    def block_type(scalar: Any, shape: Any) -> Any:
-        return (tl.block_type if scalar.is_ptr() else known)(scalar, shape)
-
-    @functools.cache
-    def sizes(shape: Any) -> tuple[Any, Any]:
-        return tl.core.tuple([*map(tl.constexpr, shape)]), tl.constexpr(math.prod(shape))
-
-    def init(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = sizes(type.shape if type.is_block() else ())
-
-    tl.tensor.__init__ = init
-    tl.block_type.with_element_ty = lambda self, scalar: block_type(scalar, self.shape)
-    module.InterpreterBuilder.get_block_ty = lambda _, *x: block_type(*x)
+    tl.block_type.to_ir = lambda self, _: self  # an equal one would be built at every operation
     # Every call would build a table of all types.
     plain, by_element = module._get_np_dtype, functools.cache(module._get_np_dtype)
     module._get_np_dtype = lambda dtype: (

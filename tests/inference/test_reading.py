@@ -45,7 +45,7 @@ def _config(method: str, **changes: Any) -> TransformerConfig:
 def _read(config: TransformerConfig, tokens: np.ndarray):
     """(the model, its logits [B, T, V] of the whole rows)."""
     model = randomize(Transformer, config)
-    return inference_model(model), logits_of(model, tokens)
+    return inference_model(model), np.asarray(logits_of(model, tokens))
 
 
 @functools.cache

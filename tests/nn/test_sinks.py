@@ -88,7 +88,7 @@ def _with_sinks(method):
     config = config_of(method, num_layers=2, **settings)
     models = [randomize(Transformer, x) for x in (config, config.replace(sink_tokens=0))]
     tokens = np.random.default_rng(0).integers(0, 11, (2, T))
-    return inference_model(models[0]), tokens, *(logits_of(model, tokens) for model in models)
+    return inference_model(models[0]), tokens, *(np.asarray(logits_of(x, tokens)) for x in models)
 
 
 @pytest.mark.parametrize("method", ["swa", "ipttcd", "lact", "full"])

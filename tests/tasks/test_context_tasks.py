@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 def _losses(model, text):
     """The loss of every byte of a text but the first."""
     ids = np.frombuffer(text, np.uint8).astype(np.int32)
-    logits = logits_of(model, ids[None, :-1])[0].astype(np.float64)
+    logits = np.asarray(logits_of(model, ids[None, :-1])[0], np.float64)
     logits -= logits.max(axis=1, keepdims=True)
     return np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(ids.size - 1), ids[1:]]
 
