@@ -155,8 +155,7 @@ def randomize(build: Callable, *args, std: float = 0.5, **options):
     return module
 
 
-# Of whole rows: op by op a model takes several times as long.
-logits_of = nnx.jit(lambda model, tokens: model(tokens))
+logits_of = nnx.jit(lambda model, tokens: model(tokens))  # a model op by op is far slower
 
 
 def with_gradients(run: Callable, *args):

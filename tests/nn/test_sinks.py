@@ -84,8 +84,7 @@ def test_a_query_sees_its_window_and_the_sinks(window, ids, count, has_logits, f
 @functools.cache
 def _with_sinks(method):
     """(the model, tokens, its logits of the whole rows, those without sinks)."""
-    settings = {"sink_tokens": COUNT, "has_sink_logits": method != "lact"}
-    config = config_of(method, num_layers=2, **settings)
+    config = config_of(method, num_layers=2, sink_tokens=COUNT, has_sink_logits=method != "lact")
     models = [randomize(Transformer, x) for x in (config, config.replace(sink_tokens=0))]
     tokens = np.random.default_rng(0).integers(0, 11, (2, T))
     return inference_model(models[0]), tokens, *(np.asarray(logits_of(x, tokens)) for x in models)
