@@ -40,10 +40,10 @@ quickstart: .venv ## train and evaluate on text and on evidence, make the page (
 	$(LAUNCH) --gin=quickstart.gin --param="include 'method/swa.gin'" --run_dir=$(RUNS)/text_swa
 	$(EVALUATE) --run_dir=$(RUNS)/text_swa --task=ppl --seq_len=4096 $(FEW)
 	$(LAUNCH) --gin=evidence.gin --run_dir=$(RUNS)/evidence
-	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=evidence
+	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=evidence $(FEW)
 	$(EVALUATE) --run_dir=$(RUNS)/evidence --task=needle --by=prefill --distances=64,1024$(FAR)
 	$(LAUNCH) --gin=evidence_no_gap.gin --run_dir=$(RUNS)/evidence_no_gap
-	$(EVALUATE) --run_dir=$(RUNS)/evidence_no_gap --task=evidence
+	$(EVALUATE) --run_dir=$(RUNS)/evidence_no_gap --task=evidence $(FEW)
 	@$(PYTHON) -m experiments.report --output=$(RUNS) --run_dir=$(RUNS)/text \
 	  --run_dir=$(RUNS)/text_swa --run_dir=$(RUNS)/evidence_no_gap --run_dir=$(RUNS)/evidence \
 	  --next='the page: open $(RUNS)/index.html' \
@@ -139,7 +139,7 @@ transformers: $(TRIED:%=.venv/transformers/%) ## torch, and the versions of tran
 
 .venv/transformers/%: | .venv/transformers/torch
 	@rm -rf $@.new
-	@$|/bin/python $(PIP) --target $@.new transformers==$* && mv $@.new $@
+	@$|/bin/python $(PIP) --no-compile --target $@.new transformers==$* && mv $@.new $@
 
 test: .venv .venv/test .venv/docs .venv/hopper .venv/harness .venv/smollm2 ## the whole test suite, on two workers
 	$(PYTHON) -m pytest -n 2 --dist=worksteal --durations=40 --durations-min=5

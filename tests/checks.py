@@ -155,6 +155,9 @@ def randomize(build: Callable, *args, std: float = 0.5, **options):
     return module
 
 
+logits_of = nnx.jit(lambda model, tokens: model(tokens))  # a model op by op is far slower
+
+
 def with_gradients(run: Callable, *args):
     """(`run(*args)`, gradients of a weighted sum of all its arrays with respect to each of `args`),
     compiled as one."""

@@ -156,6 +156,7 @@ def _serve() -> list[str]:
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()
+    gc.set_threshold(10_000, 20, 1_000)
     requests = socket.socket(fileno=0)
     while True:
         request, standard, *_ = socket.recv_fds(requests, 2**20, 3)

@@ -106,6 +106,7 @@ def _patch_the_language_once() -> None:
         return module._LangPatchScope()
 
     module._patch_lang = patch_once
+    tl.block_type.to_ir = lambda self, _: self  # an equal one would be built at every operation
     # Every call would build a table of all types.
     plain, by_element = module._get_np_dtype, functools.cache(module._get_np_dtype)
     module._get_np_dtype = lambda dtype: (

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, distance, randomize, refused
+from checks import assert_close, distance, logits_of, randomize, refused
 from devices import elsewhere
 from flax import nnx
 from jax.sharding import AxisType
@@ -45,8 +45,7 @@ def _config(method: str, **changes: Any) -> TransformerConfig:
 def _read(config: TransformerConfig, tokens: np.ndarray):
     """(the model, its logits [B, T, V] of the whole rows)."""
     model = randomize(Transformer, config)
-    forward = nnx.jit(lambda model, tokens: model(tokens))
-    return inference_model(model), np.asarray(forward(model, jnp.asarray(tokens)))
+    return inference_model(model), np.asarray(logits_of(model, tokens))
 
 
 @functools.cache
@@ -182,7 +181,7 @@ def test_any_way_to_read_rows_gives_what_one_pass_gives(method, switches):
         rest = np.stack([np.roll(row, -n) for row, n in zip(tokens, done, strict=True)])
         piece_size = int(rng.integers(1, 40))
         for counts, hidden, after in stream(model, state, rest, lengths, piece_size=piece_size):
-            state, logits = after, head_logits(model, hidden)
+            state, logits = after, np.asarray(head_logits(model, hidden))
             for row, (start, count) in enumerate(zip(done, counts, strict=True)):
                 assert_close(logits[row, :count], want[row, start : start + count], 1e-10)
             done = done + counts

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from checks import distance, refused
+from checks import distance, logits_of, refused
 from flax.traverse_util import unflatten_dict
 from hugging_face.make import FILE, TOKENS, drawn
 from tokenizers import pre_tokenizers
@@ -97,7 +97,7 @@ def test_logits_are_those_of_transformers(case, stored, tmp_path):
         plain, scaled = (pair_frequencies(x, config["head_dim"])[0] for x in ropes)
         factors = plain / scaled
     model, facts = _model(_write(tmp_path / "model.gguf", params, config, None, fields, factors))
-    assert distance(model(jnp.asarray(TOKENS)), stored[f"{case}.logits"]) < 1e-5
+    assert distance(logits_of(model, TOKENS), stored[f"{case}.logits"]) < 1e-5
     assert facts["dequantized"] == {"F32": len(params) + (factors is not None)}
 
 

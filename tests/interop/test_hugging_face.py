@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import distance, refused
+from checks import distance, logits_of, refused
 from hugging_face.make import CASES, SIZES, STORED, TOKENS, drawn
 
 from tests.parity.checks import stacked_params
@@ -47,8 +47,8 @@ def write(tmp_path):
 def test_logits_are_those_of_transformers(case, write):
     params, config, _ = open_hugging_face(write(case))
     rows = {name: jnp.asarray(leaf.read()) for name, leaf in by_name(params).items()}
-    logits = with_params(config, stacked_params(rows, config))(jnp.asarray(TOKENS))
-    assert distance(logits, STORED[f"{case}.logits"]) < 1e-5
+    found = logits_of(with_params(config, stacked_params(rows, config)), TOKENS)
+    assert distance(found, STORED[f"{case}.logits"]) < 1e-5
 
 
 def test_both_places_of_rotary_settings_are_the_same():
@@ -172,7 +172,7 @@ def test_an_import_is_a_run_in_the_dtype_of_its_files(write, tmp_path):
     assert run.config.precision.param == run.config.precision.compute == "bfloat16"
     embedding = np.asarray(run.model.embedding[...])
     assert (embedding == head.astype(ml_dtypes.bfloat16)).all()
-    assert distance(run.model(jnp.asarray(TOKENS)), STORED["qwen2.logits"]) < 0.1
+    assert distance(logits_of(run.model, TOKENS), STORED["qwen2.logits"]) < 0.1
     assert "not an empty folder" in commands.refused(*IMPORT, folder, tmp_path / "run")
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from checks import assert_same, distance, refused
+from checks import assert_same, distance, logits_of, refused
 from hugging_face.make import STORED, TOKENS
 from hugging_face.own import MODELS, params_of, write
 from small_models import config_of, run_config
@@ -47,8 +47,8 @@ IMPORT = ("convert", "import", "--format=huggingface")
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_computes_our_logits(name):
-    logits = with_params(MODELS[name], params_of(MODELS[name]))(jnp.asarray(TOKENS))
-    assert distance(logits, STORED[f"{name}.logits"]) < 2e-5
+    found = logits_of(with_params(MODELS[name], params_of(MODELS[name])), TOKENS)
+    assert distance(found, STORED[f"{name}.logits"]) < 2e-5
 
 
 def test_the_code_of_exports_is_the_one_that_was_run():

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import commands
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, randomize, refused
+from checks import assert_close, logits_of, randomize, refused
 from damage import flip_bit
 from devices import run_on_devices
 from flax import nnx
@@ -73,7 +72,7 @@ def _expected(model, row, targets=None):
     targets = row[1:] if targets is None else targets
     if len(row) == 1:
         return np.zeros(0), np.zeros(0, bool)
-    logits = np.asarray(jax.nn.log_softmax(model(jnp.asarray(row[None, :-1]))[0]))
+    logits = np.asarray(jax.nn.log_softmax(logits_of(model, row[None, :-1])))[0]
     return -logits[np.arange(len(row) - 1), targets], logits.argmax(-1) == targets
 
 
@@ -141,7 +140,7 @@ def test_likelihoods_are_those_of_whole_rows_and_contexts_are_read_once(
     model, num_read, stream = _model(method), [], module.stream
     contexts = _rows((5, 30, 1))
     requests = [(contexts[i % 3], rest) for i, rest in enumerate(_rows((4, 1, 5, 9, 2, 6, 3)))]
-    greedy = np.asarray(model(jnp.asarray(contexts[1][None])))[0, -1].argmax()
+    greedy = np.asarray(logits_of(model, contexts[1][None]))[0, -1].argmax()
     requests.append((contexts[1], np.array([greedy])))
 
     def counted(*args, **size):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import randomize, refused
+from checks import logits_of, randomize, refused
 from small_models import config_of
 
 from ttcd_jax.commands.cli import parse_options
@@ -91,7 +91,7 @@ def test_rows_are_scored_in_batches_and_none_counts_twice(toy, result, tmp_path)
     assert result.rows == NUM_ROWS
     subject = _subject(tmp_path)
     rows = toy().rows(subject)
-    logits = jax.nn.log_softmax(subject.model(jnp.asarray(rows["tokens"])))
+    logits = jax.nn.log_softmax(logits_of(subject.model, rows["tokens"]))
     losses = -np.take_along_axis(np.asarray(logits), rows["targets"][:, :, None], axis=2)
     assert [*result.series] == ["mine, fast weights on", "mine, off (eta = 0)"]
     on, off = result.series.values()

@@ -1,10 +1,12 @@
 """Attention with sinks, beside its definition by masks; as a program, on eight devices."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, distance, draw, randomize
+from checks import assert_close, distance, draw, logits_of, randomize
 from devices import printed
 from flax import nnx
 from small_models import config_of, small_attention
@@ -79,19 +81,20 @@ def test_a_query_sees_its_window_and_the_sinks(window, ids, count, has_logits, f
     assert_close(value_and_gradients(ours), value_and_gradients(theirs))
 
 
+@functools.cache
+def _with_sinks(method):
+    """(the model, tokens, its logits of the whole rows, those without sinks)."""
+    config = config_of(method, num_layers=2, sink_tokens=COUNT, has_sink_logits=method != "lact")
+    models = [randomize(Transformer, x) for x in (config, config.replace(sink_tokens=0))]
+    tokens = np.random.default_rng(0).integers(0, 11, (2, T))
+    return inference_model(models[0]), tokens, *(np.asarray(logits_of(x, tokens)) for x in models)
+
+
 @pytest.mark.parametrize("method", ["swa", "ipttcd", "lact", "full"])
 @pytest.mark.parametrize("sizes", [(1, 7, 9), (12, 2, 3), (4,)])
 def test_pieces_and_tokens_see_the_sinks_of_the_whole_row(method, sizes, float64):
-    settings = {"sink_tokens": COUNT, "has_sink_logits": method != "lact"}
-    config = config_of(method, num_layers=2, **settings)
-    model = randomize(Transformer, config)
-    tokens = np.random.default_rng(0).integers(0, 11, (2, T))
-    whole = np.asarray(nnx.jit(lambda model, x: model(x))(model, jnp.asarray(tokens)))
-    bare = nnx.jit(lambda model, x: model(x))(
-        randomize(Transformer, config.replace(sink_tokens=0)), jnp.asarray(tokens)
-    )
-    assert (distance(bare, whole) > 1e-3) == (config.window is not None)
-    model, done = inference_model(model), 0
+    (model, tokens, whole, bare), done = _with_sinks(method), 0
+    assert (distance(bare, whole) > 1e-3) == (model.config.window is not None)
     state = start_state(model, 2, max_length=T)
     for size in sizes:
         logits, state = prefill(model, state, tokens[:, done : done + size], piece_size=4)

@@ -3,10 +3,9 @@
 import json
 
 import commands
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, assert_same, refused
+from checks import assert_close, assert_same, logits_of, refused
 from small_models import byte_model, config_of
 from tiny_run import save_text_model
 
@@ -35,7 +34,7 @@ def run_dir(tmp_path_factory):
 
 def test_the_model_is_the_one_configured_so_with_the_same_parameters(run_dir):
     params = load_params(run_dir)[0]
-    before = np.asarray(with_params(MODEL, params)(jnp.asarray(TOKENS)))
+    before = np.asarray(logits_of(with_params(MODEL, params), TOKENS))
     for changes, expected, num_equal in [
         (["TransformerConfig.window=None"], MODEL.replace(window=None), 8),
         (["TransformerConfig.window=16"], MODEL.replace(window=16), 8),
@@ -43,8 +42,8 @@ def test_the_model_is_the_one_configured_so_with_the_same_parameters(run_dir):
         ([*SET_YARN, " TransformerConfig.window = 12 "], MODEL.replace(rope=SCALED, window=12), 1),
     ]:
         run = load_run(run_dir, changes=changes)
-        logits = np.asarray(run.model(jnp.asarray(TOKENS)))
-        assert_same(logits, np.asarray(with_params(expected, params)(jnp.asarray(TOKENS))))
+        logits = np.asarray(logits_of(run.model, TOKENS))
+        assert_same(logits, logits_of(with_params(expected, params), TOKENS))
         assert_close(logits[:, :num_equal], before[:, :num_equal])
         assert np.abs(logits - before).max() > 1e-3
         assert run.config.memory == expected.settings

@@ -6,12 +6,10 @@ import math
 import re
 from unittest import mock
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import randomize, refused
+from checks import logits_of, randomize, refused
 from corpora import text_folder
-from flax import nnx
 from small_models import config_of
 
 from ttcd_jax.data.corpus import CorpusConfig
@@ -48,15 +46,10 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-@nnx.jit
-def _logits(model, tokens):
-    return model(tokens)
-
-
 def _losses(model, text):
     """The loss of every byte of a text but the first."""
     ids = np.frombuffer(text, np.uint8).astype(np.int32)
-    logits = np.asarray(_logits(model, jnp.asarray(ids[None, :-1]))[0], np.float64)
+    logits = np.asarray(logits_of(model, ids[None, :-1])[0], np.float64)
     logits -= logits.max(axis=1, keepdims=True)
     return np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(ids.size - 1), ids[1:]]
 
