@@ -3,13 +3,16 @@ scalings of positions with transformers (tests/interop); their reach is in tests
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, draw
+from ttcd_kernels.measure import temp_bytes
 
 from ttcd_jax import RopeConfig
 from ttcd_jax.nn.linear import rms_norm
+from ttcd_jax.nn.product import weight_product
 from ttcd_jax.nn.rope import YarnConfig, pair_frequencies, rotate
 
 T, D = 10, 6
@@ -45,3 +48,13 @@ def test_yarn_follows_its_formula(head_dim, base, factor, original):
     expected = base ** (-2 * pair / head_dim) * (1 - share + share / factor)
     np.testing.assert_allclose(frequency, expected, rtol=1e-6)
     assert magnitude == pytest.approx(0.1 * math.log(factor) + 1)
+
+
+def test_one_row_of_bfloat16_reads_a_kernel_once():
+    """XLA's own product of one row writes the kernel in float32 at every token."""
+    x, kernel = draw(0, (1, 1, 256), (256, 192), dtype=jnp.bfloat16)
+    compiled = jax.jit(weight_product).lower(x, kernel).compile()
+    assert temp_bytes(compiled) < kernel.nbytes
+    y = compiled(x, kernel)
+    assert (y.shape, y.dtype) == ((1, 1, 192), jnp.bfloat16)
+    assert_close(y, weight_product(*(a.astype(jnp.float32) for a in (x, kernel))), 2**-8)

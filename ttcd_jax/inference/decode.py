@@ -60,7 +60,13 @@ def head_logits(
     model: InferenceModel, hidden: Float[Array, "*batch D"]
 ) -> Float[Array, "*batch V"]:
     """Logits of final hidden states, in the compute dtype."""
-    return jnp.einsum("...D,VD->...V", hidden, head_weight(model).astype(hidden.dtype))
+    head = head_weight(model).astype(hidden.dtype)
+    if hidden.size == head.shape[1] and jnp.finfo(hidden.dtype).bits == 16:
+        # XLA on a CPU would copy the head in float32 for one row, and for two it does not.
+        pair = jnp.broadcast_to(hidden.reshape(1, -1), (2, hidden.size))
+        logits = jnp.einsum("XD,VD->XV", pair, head, preferred_element_type=jnp.float32)[0]
+        return logits.astype(hidden.dtype).reshape(*hidden.shape[:-1], -1)
+    return jnp.einsum("...D,VD->...V", hidden, head)
 
 
 def head_weight(model: InferenceModel) -> Float[Array, "V D"]:

@@ -44,9 +44,26 @@ def weight_product(
     return checkpoint_name(_weight_product(x, kernel), PRODUCT)
 
 
+def _multiplied(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.einsum("...X,XZ->...Z", x, kernel)
+
+
+def _of_one_row(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x kernel of one row of 16-bit numbers on a CPU, where XLA would write a float32 copy of the
+    kernel first: eight parts of the kernel are read once, side by side, and added in float32."""
+    parts, terms = kernel.reshape(8, -1, kernel.shape[1]), x.astype(jnp.float32).reshape(8, -1, 1)
+    added = sum(part.astype(jnp.float32) * term for part, term in zip(parts, terms, strict=True))
+    added = jax.lax.optimization_barrier(added)  # else the sums over rows and parts become one
+    y = jnp.ones(len(added), jnp.float32) @ added
+    return y.astype(x.dtype).reshape(*x.shape[:-1], -1)
+
+
 @jax.custom_vjp
 def _weight_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jnp.einsum("...X,XZ->...Z", x, kernel)
+    if x.size != len(kernel) or len(kernel) % 8 or jnp.finfo(x.dtype).bits != 16:
+        return _multiplied(x, kernel)
+    run = jax.lax.platform_dependent(x, kernel, cpu=_of_one_row, default=_multiplied)
+    return cast(jax.Array, run)
 
 
 def _weight_product_backward(saved: Operands, d_out: jax.Array) -> Operands:

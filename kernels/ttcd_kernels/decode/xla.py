@@ -35,7 +35,7 @@ def decode(
 def _decode(
     windows: Windows, q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, position: jax.Array
 ) -> Results:
-    """Axis X: the teacher's window, the student's; Y: the numbers of a slot, K H."""
+    """Axis X: the teacher's window, the student's if it differs; Y: the numbers of a slot, K H."""
     state = jnp.promote_types(q.dtype, jnp.float32)
     (B, N, H), (W, K) = q.shape, k_cache.shape[1:3]
     # Else XLA may write the query's key twice, for the product and the caller, and copy the cache.
@@ -46,7 +46,7 @@ def _decode(
     product: Any = {"precision": precise, "preferred_element_type": state}
     score_BSN = jnp.einsum("BSY,BYN->BSN", slots, q_BYN, **product)
     score_BSKG = score_BSN.reshape(B, W, K, N // K) * windows.scale
-    visible = [visible_slots(position, W, window) for window in windows[:2]]
+    visible = [visible_slots(position, W, window) for window in dict.fromkeys(windows[:2])]
     visible_BSX = jnp.stack(visible, axis=-1)
     score_BSKXG = jnp.where(visible_BSX[:, :, None, :, None], score_BSKG[:, :, :, None], -jnp.inf)
     peak = score_BSKXG.max(1)
@@ -56,6 +56,6 @@ def _decode(
     out = (weight[..., None] * v_cache[:, :, :, None, None].astype(state)).sum(1)
     out = out / jnp.where(total > 0, total, 1)[..., None]
     lse = shift + jnp.log(total)
-    teacher, student = (out[:, :, x].reshape(q.shape).astype(q.dtype) for x in range(2))
-    teacher_lse, student_lse = (lse[:, :, x].reshape(B, N) for x in range(2))
+    teacher, student = (out[:, :, x].reshape(q.shape).astype(q.dtype) for x in (0, -1))
+    teacher_lse, student_lse = (lse[:, :, x].reshape(B, N) for x in (0, -1))
     return teacher, student, teacher_lse, student_lse
