@@ -34,6 +34,7 @@ from experiments.studies.kernels import (
     cases,
     check,
     convolution,
+    profile,
     programs,
     records,
     runner,
@@ -640,3 +641,31 @@ def test_the_records_of_a_report_have_what_the_tables_show():
         {"row": "times: decode, xla", "x forward": 2.0},
         {"row": "step: x.gin, mosaic", "MiB": 3},
     ]
+
+
+def test_a_profile_has_the_kernels_of_a_gpu_by_time():
+    """Of a GPU its streams alone; without one what belongs to the program."""
+
+    def named(kind, pid, tid, name):
+        return {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}}
+
+    def event(kernel, pid, tid, dur, **args):
+        return {"ph": "X", "name": kernel, "pid": pid, "tid": tid, "dur": dur, "args": args}
+
+    host = [named("process", 1, 0, "/host:CPU"), named("thread", 1, 7, "python")]
+    gpu = [named("process", 2, 0, "/device:GPU:0"), named("thread", 2, 7, "Stream #13(Compute)")]
+    gpu += [named("thread", 2, 8, "XLA Ops")]
+    events = [event("gemm", 2, 7, 3000, name="mlp/dot"), event("gemm", 2, 7, 1000, name="mlp/dot")]
+    events += [event("copy", 2, 7, 2000), event("fusion", 2, 8, 6000), event("call", 1, 7, 9000)]
+    found = profile.by_time([*host, *gpu, *events], 2)
+    assert found == [("all", "", 3.0), ("gemm", "mlp/dot", 2.0), ("copy", "", 1.0)]
+    found = profile.by_time([*host, event("dot.1", 1, 7, 500, hlo_op="dot.1"), *events], 1)
+    assert found == [("all", "", 0.5), ("dot.1", "dot.1", 0.5)]
+
+
+def test_a_program_that_ran_has_a_profile():
+    product = jax.jit(lambda x: x @ x)
+    x = product(jnp.ones((256, 256)))
+    (_, _, ms), *rows = profile.kernels(lambda: product(x))
+    assert ms > 0
+    assert ms == pytest.approx(sum(row[2] for row in rows))

@@ -4,9 +4,10 @@
 
 Every job is a process with a limit and a row in FILE (`runner`): each case beside its definition
 (check), each kernel and its peers by time (times), the first cases under compute-sanitizer where it
-is installed (memcheck), a model's step, and each tile of each kernel (tiles). Where the minutes end
-first the status is 75, and the same command goes on; 2: there is no GPU, 1: a job failed. XLA at
-tiny sizes, without a GPU: --shapes tiny --implementation xla
+is installed (memcheck), a model's step, the kernels of that step by time (profile), and each tile
+of each kernel (tiles). Where the minutes end first the status is 75, and the same command goes on;
+2: there is no GPU, 1: a job failed. XLA at tiny sizes, without a GPU: --shapes tiny
+--implementation xla
 """
 
 import argparse
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 from ttcd_kernels.measure import Row
 from ttcd_kernels.table import format_table
 
-from experiments.studies.kernels import bench, cases, check, programs, tune
+from experiments.studies.kernels import bench, cases, check, profile, programs, tune
 from experiments.studies.kernels.cases import GPU_KERNELS, OPS
 from experiments.studies.kernels.runner import PROGRAM, Job, Store
 
@@ -121,13 +122,39 @@ def _model_jobs(options: Namespace) -> list[Job]:
 
 def _model_step(job: Job) -> Row:
     """Training steps of a model, of one row of tokens at 760M parameters."""
+    ((row,),) = _bench_of(job).tables()
+    return {x: row[x] for x in ("step ms", "tokens/s", "MFU %", "MiB")} | {"note": ""}
+
+
+def _bench_of(job: Job) -> Any:
     from experiments.studies.bench.cases import Step as Bench
 
     attention = f"TransformerConfig.attention_implementation={job.implementation!r}"
     is_tiny = job.case not in _MODELS
     more: Any = Bench.quick["param"] if is_tiny else ("RunConfig.batch_size=1",)
-    ((row,),) = Bench(gin=(job.case,), param=(*more, attention), rounds=3).tables()
-    return {x: row[x] for x in ("step ms", "tokens/s", "MFU %", "MiB")} | {"note": ""}
+    return Bench(gin=(job.case,), param=(*more, attention), rounds=3)
+
+
+def _profile_jobs(options: Namespace) -> list[Job]:
+    """The first of the models and implementations."""
+    return [job._replace(step="profile") for job in _model_jobs(options)[:1]]
+
+
+def _profile(job: Job) -> Row:
+    """The longest kernels of a training step."""
+    from experiments.studies.bench.cases import random_step
+
+    (config,) = _bench_of(job).configs().values()
+    step, _ = random_step(config)
+    with programs.turn():
+        step()
+        return {"kernels": profile.kernels(step), "note": ""}
+
+
+def _profiled(rows: Sequence[Row]) -> list[Row]:
+    """A row per kernel."""
+    names = ("kernel", "operation", "ms")
+    return [dict(zip(names, x, strict=True)) for row in rows for x in row.get("kernels", [])]
 
 
 STEPS = {
@@ -135,6 +162,7 @@ STEPS = {
     "times": Step(bench.jobs, bench.measured, 240, cases.at_once),
     "memcheck": Step(_memcheck_jobs, _memcheck, 240, lambda job: 4),
     "step": Step(_model_jobs, _model_step, 300, lambda job: 4),
+    "profile": Step(_profile_jobs, _profile, 300, shown=_profiled),
     "tiles": Step(
         *(tune.jobs, tune.measured, 300, cases.at_once, tune.ranked),
         lambda rows: tune.advice({"rows": rows}),

@@ -20,7 +20,8 @@ _HIDDEN = (*Job._fields, "surroundings", "note")
 
 
 def rows_of(report: Row) -> list[Row]:
-    """The first line of a file of records, and its rows. Of a job measured again the last counts."""
+    """The first line of a file of records, and its rows. The last counts of a job
+    measured again."""
     rows = list({job_of(row): row for row in report["rows"]}.values())
     seen = {row["surroundings"] for row in rows}
     here = [facts for digest, facts in report["surroundings"].items() if digest in seen]
