@@ -13,9 +13,10 @@ from devices import elsewhere
 from flax import nnx
 from jax.sharding import AxisType
 from small_models import CHUNK, RECALL, config_of
+from ttcd_kernels.measure import temp_bytes
 
 from ttcd_jax.errors import DataError
-from ttcd_jax.inference.decode import decode, head_logits
+from ttcd_jax.inference.decode import decode, head_logits, head_weight
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import even_size, prefill, stream
 from ttcd_jax.inference.state import start_state
@@ -25,6 +26,7 @@ from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import Views
 from ttcd_jax.nn.row import Row
+from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.mesh import AXES
 from ttcd_jax.tasks.recall import read_back
 from ttcd_jax.train.state import with_params
@@ -63,6 +65,18 @@ def _decoded(model, state, done, is_active, want, **options):
     logits, state = decode(model, state, tokens, is_active, **options)
     assert_close(np.asarray(logits)[is_active], _behind(want, done + 1)[is_active])
     return state
+
+
+def test_the_head_of_one_row_of_bfloat16_is_read_once():
+    """XLA on a CPU would write it in float32 for every token."""
+    config = _config("swa", vocab_size=512, dim=64, precision=Precision(compute="bfloat16"))
+    model = inference_model(randomize(Transformer, config))
+    rows = jax.random.normal(jax.random.key(0), (3, 64), jnp.bfloat16)
+    one = jax.jit(head_logits).lower(model, rows[:1]).compile()
+    assert temp_bytes(one) < head_weight(model).nbytes
+    found = np.concatenate([one(model, row[None]) for row in rows])
+    assert (found.shape, found.dtype) == ((3, 512), jnp.bfloat16)
+    assert_close(found, head_logits(model, rows.astype(jnp.float32)), 2**-8)
 
 
 def test_every_split_around_the_edges_of_chunk_and_window():
