@@ -1,6 +1,6 @@
 """Machine code of the kernels, compiled without a GPU: registers, spills, shared memory, loops.
 
-Of the GPUs that share rows of a table (tests/kernels/test_tools.py) 8.9 has the least shared
+Of the GPUs that share rows of a table (tests/kernels/test_half_hour.py) 8.9 has the least shared
 memory: every row is compiled for it, the largest head and that with documents for the others. The
 code of a head of 96 is that of 80 but for the constant of a mask: 80 is compiled for 8.9, 96 for
 9.0.
