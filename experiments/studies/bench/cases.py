@@ -89,13 +89,13 @@ def random_step(config: RunConfig) -> tuple[Callable[[], Any], int]:
     source = CallerBatches(lambda _: [tokens], shape=shape, vocab_size=vocab_size, rows=range(B))
     ((_, batch),) = source.iterate(0, 1)
     batch["segment_ids"] = np.zeros_like(batch["tokens"])  # for data that pack documents
-    state: Any = None
+    state, placed = None, None
 
     def take() -> Any:
-        nonlocal batch, state
+        nonlocal placed, state
         if state is None:  # the device's memory, from the first call on
-            batch, state = program.placed(batch), program.fresh_state()
-        state, metrics = step(state, batch)
+            placed, state = program.placed(batch), program.fresh_state()
+        state, metrics = step(state, placed)
         return metrics
 
     return take, measure.needed_bytes(step)
