@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -204,6 +205,26 @@ def test_results_of_other_pieces_and_settings_are_not_shown_again(path, folder, 
         assert evaluated == names
     changed = config, "base", 3, config.runs(["RunConfig.steps=2"])["base"], {}, path
     refused("of another configuration: steps: 1 -> 2; choose", runs.compute, *changed)
+
+
+def test_seeds_whose_results_have_other_names_are_refused(path, tmp_path):
+    """As those that an earlier version evaluated may have."""
+    file = path / "other-5" / "eval" / "position.other-corpus" / "results.json"
+    for run in ("other-3", "other-5"):
+        shutil.copytree(path / run / "eval", tmp_path / run / "eval")
+    other = tmp_path / file.relative_to(path)
+    other.write_text(file.read_text().replace(", fast weights on", ""))
+    task = _study(path.parent).evaluations[0]
+    chosen = [("other", 3), ("other", 5)]
+    assert runs._measured(chosen, task, "corpus", path)["other"].keys() == {3, 5}
+    refused(
+        "other, fast weights on|from other-3, other-5",
+        runs._measured,
+        chosen,
+        task,
+        "corpus",
+        tmp_path,
+    )
 
 
 def test_mistakes_are_refused(folder, tmp_path):

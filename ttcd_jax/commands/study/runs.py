@@ -306,6 +306,14 @@ def _measured(chosen: list[tuple[str, int]], task: Task, text: str, path: Path) 
         if file.exists():
             found.append(read_results(file).renamed(f"{name}, {text}", name))
             measured.setdefault(name, {})[seed] = found[-1].series
+    for name, seeds in measured.items():
+        if len({frozenset(series) for series in seeds.values()}) > 1:
+            raise UserError(
+                f"the seeds of {name} were evaluated by versions that name their results "
+                f"differently ({'; '.join(', '.join(x) for x in seeds.values())}): remove eval/ "
+                f"from {', '.join(f'{name}-{seed}' for seed in seeds)}, and the same command "
+                "evaluates them again"
+            )
     if found:
         check_comparable(found)
     return measured
