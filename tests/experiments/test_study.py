@@ -96,7 +96,7 @@ def path(folder):
     assert trained == 0
     with contextlib.chdir(folder):
         sections = write_study(study, recipes, texts, Path(path.name))
-    command = "COMMAND BOOKS='/work/my-books/x.txt' tokens/s"
+    command = "COMMAND BOOKS='/home/me/my-books/x.txt' tokens/s"
     write_records(study, recipes, sections, path, path / "records.jsonl", command)
     return path
 

@@ -42,11 +42,11 @@ def distinct_bytes(*trees):
 
 
 def main():
-    place, *options = sys.argv[1:]
+    path, *options = sys.argv[1:]
     pairs = [x.split("=") for x in options]
     given = {"compute": "float32", "slots": "512"} | dict(pairs)
     changes = [f"Precision.compute={given['compute']!r}"] if "compute" in dict(pairs) else []
-    run = load_run(place, changes=changes)
+    run = load_run(path, changes=changes)
     model, slots = inference_model(run.model), int(given["slots"])
     state, sampler = start_state(model, 1, max_length=slots), batch_sampler([SamplingConfig()])
     tokens, seen = jnp.ones(1, jnp.int32), jnp.zeros((1, model.config.vocab_size), bool)

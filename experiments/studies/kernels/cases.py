@@ -13,11 +13,7 @@ from ttcd_kernels import launch, measure
 from experiments.studies.kernels import attention, convolution, decoding
 from experiments.studies.kernels.runner import Job
 
-OPS: dict[str, Any] = {
-    "dual_window": attention,
-    "decode": decoding,
-    "short_conv": convolution,
-}
+OPS: dict[str, Any] = {"dual_window": attention, "decode": decoding, "short_conv": convolution}
 GPU_KERNELS = ("triton", "mosaic")
 
 
