@@ -19,7 +19,11 @@ def test_the_tables_of_measurements_are_on_the_page(tmp_path, monkeypatch):
     bench.main([*arguments, str(kernels)])
     rows = [{"gin": "recall.gin", "step ms": 2.5, "note": "<b>"}]
     case.write_text(json.dumps({"environment": measure.environment(), "rows": rows}))
-    printed = commands.output("report", f"--run_dir={kernels}", f"--run_dir={case}")
+    given = f"--run_dir={kernels}", f"--run_dir={case}", f"--records={tmp_path}/x.jsonl"
+    printed = commands.output("report", *given)
+    head, *found = map(json.loads, (tmp_path / "x.jsonl").read_text().splitlines())
+    assert ("--run_dir=DIR" in head["command"], len(found) > 1) == (True, True)
+    assert rows[0].items() < found[-1].items()
     page = (tmp_path / "report" / "index.html").read_text()
     for text in ("kernels dual_window rows (cpu, ", "step rows (cpu, "):
         assert text in printed

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 import shlex
 import statistics
 import tempfile
@@ -12,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+from ttcd_kernels.measure import environment
 from ttcd_kernels.table import Row, cells
 
 from ttcd_jax import units
 from ttcd_jax.data.sources import row_length
 from ttcd_jax.errors import UserError
-from ttcd_jax.files import read_json
+from ttcd_jax.files import read_json, write_whole
 from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.measure.answers import Facts, answers, controls, place
 from ttcd_jax.measure.page import Section, write_page
@@ -43,6 +46,7 @@ _CURVES = {  # of a metric: title, name of the axis
 }
 COLUMNS = ("run", "method", "parameters", "steps", "tokens per row", "FLOPs per token", "tokens/s")
 COLUMNS += ("held per text",)
+_ABSOLUTE = re.compile(r"(?<![\w./])/[\w.+-]+(/[\w.+-]+)+")
 _LAST = {"memory_ratio": "|eta S|/|W|", "gate_mean": "gate", "window_share": "window share"}
 
 
@@ -261,6 +265,35 @@ def write_report(
         answers=answers(measured(results), known),
     )
     return sections
+
+
+def write_records(
+    file: Path, sections: Sequence[Section], runs: Sequence[Path], command: str, **facts: Any
+) -> None:
+    """Writes a line of JSON with what holds for all others: the command, the commits of the `runs`,
+    this machine and the `facts`, among them what an `interval` is over; then one for every row of
+    the `sections`, [mean, half] where a cell has an interval. Absolute paths are DIR, as they are
+    those of this machine. `experiments.pages` draws tables of such files."""
+    machine, found = environment(), (read_json(x / "environment.json") for x in runs)
+    count = machine["cpu_count"] if machine["platform"] == "cpu" else jax.device_count()
+    commits = sorted({x.get("commit") or "unknown" for x in found})
+    head = {"command": command, "commit": ", ".join(commits)}
+    head |= {"device": f"{count} x {machine['device']}"} | facts
+    rows = [
+        {"row": next(iter(row.values())), "section": section.title}
+        | {x: _number(cell) for x, cell in row.items() if x != "directory"}
+        for section in sections
+        for row in section.table
+    ]
+    if not any(isinstance(x, list) for row in rows for x in row.values()):
+        head.pop("interval", None)
+    lines = (json.dumps(x, ensure_ascii=False) + "\n" for x in (head, *rows))
+    write_whole(file, _ABSOLUTE.sub("DIR", "".join(lines)))
+
+
+def _number(cell: Any) -> Any:
+    parts = cell.replace(",", "").split(" ± ") if isinstance(cell, str) else ()
+    return [*map(float, parts)] if len(parts) == 2 else cell
 
 
 class RunPage(Tracker):

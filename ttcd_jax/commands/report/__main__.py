@@ -1,6 +1,7 @@
 """Writes one self-contained HTML page, with pictures, and prints the tables of several runs.
 
-    ttcd report --run_dir=DIR [--run_dir=DIR2 ...] [--output=DIR] [--next=LINE ...]
+    ttcd report --run_dir=DIR [--run_dir=DIR2 ...] [--output=DIR] [--records=FILE]
+                [--headroom=CONTROL --headroom=CEILING] [--next=LINE ...]
 
 The page shows everything that was measured of the runs: their evaluations, comparisons of two of
 their variants, training curves and speed; of folders of MAD sweeps, their scores; of JSON files of
@@ -8,6 +9,8 @@ benchmarks, checks of kernels and the proposition, their tables. Numbers of the 
 Runs that were evaluated on the same task share tables and pictures, and each has one colour on the
 whole page.
 """
+
+from pathlib import Path
 
 from absl import flags
 
@@ -23,6 +26,7 @@ _HEADROOM = (
     "attention. Shown is the share between them that every other model gives back."
 )
 flags.DEFINE_multi_string("headroom", [], _HEADROOM)
+flags.DEFINE_string("records", None, "Write a JSON line per row, for the tables of pages.")
 flags.DEFINE_multi_string("next", [], "A line of the page's and the terminal's 'next' list.")
 
 
@@ -33,6 +37,7 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.commands.report.sections import write_report
     from ttcd_jax.errors import UserError
     from ttcd_jax.run.directory import RunDirectory
+    from ttcd_jax.run.page import write_records
     from ttcd_jax.units import printable
 
     paths = [storage.to_path(x) for x in FLAGS.run_dir]
@@ -45,7 +50,11 @@ def main(argv: list[str]) -> None:
     output = storage.to_path(FLAGS.output) if FLAGS.output else first / "report"
     if output.is_file():
         raise UserError(f"--output={output} is a file: name a folder")
-    for section in write_report(run_dirs, output, FLAGS.next, FLAGS.headroom):
+    sections = write_report(run_dirs, output, FLAGS.next, FLAGS.headroom)
+    if FLAGS.records is not None:
+        runs = [x for x in run_dirs if (x / "environment.json").exists()]
+        write_records(Path(FLAGS.records), sections, runs, cli.command_line("report"))
+    for section in sections:
         print(f"\n{section.title}\n{format_table(section.table)}")
     if (page := output / "index.html").exists():
         print("\n" + printable(f"page {page}, pictures next to it"))

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import operator
-import re
 import shlex
 import statistics
 import subprocess
@@ -16,10 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, NamedTuple
 
-import jax
 import numpy as np
 from absl import logging
-from ttcd_kernels.measure import environment
 from ttcd_kernels.table import Row, format_table
 
 from ttcd_jax.commands import cli
@@ -38,15 +35,11 @@ from ttcd_jax.measure.results import check_comparable, evaluate, headroom_sectio
 from ttcd_jax.measure.task import MEMORY_OFF, MEMORY_ON, Series, Subject, Task, digest
 from ttcd_jax.models.config import has_in_place_memory, layers_with_teacher, switched_off
 from ttcd_jax.registry import IMPORTED_MODULES
+from ttcd_jax.run import page
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import METRICS, RunDirectory, load_run
-from ttcd_jax.run.page import (
-    Run,
-    first_columns,
-    settings_section,
-    training_sections,
-)
+from ttcd_jax.run.page import Run
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.run.start import inherited_model
 from ttcd_jax.train.checkpoint import complete_steps
@@ -61,7 +54,6 @@ type BySeed = dict[str, dict[int, Series[Any]]]  # by recipe and seed
 type Texts = dict[str, tuple[Path, list[str]] | None]
 MOST_DOCUMENTS = 16  # that a table shows one by one
 Control = Literal["no_gap", "eta0", "swa", "swa_flops", "gated_delta"]
-_ABSOLUTE = re.compile(r"(?<![\w./])/[\w.+-]+(/[\w.+-]+)+")
 _GATED_DELTA = (
     *("TransformerConfig.method='gated_deltanet_hybrid'", "DeltaRuleConfig.conv_init='previous'"),
     "TransformerConfig.memory=@DeltaRuleConfig()",
@@ -282,20 +274,20 @@ def write_study(
                 everything.append(Measured(type(task), title, measured))
                 sections += _sections(task, title, measured, path / "pictures" / text, documents)
                 sections += _headroom(task, title, measured, recipes)
-        sections += training_sections(runs, path / "pictures")
+        sections += page.training_sections(runs, path / "pictures")
     colours |= {run.label: colours[run.label.rpartition(", ")[0]] for run in runs}
     firsts = {run.label.rpartition(", ")[0]: run for run in reversed(runs)}
     known = {x: firsts[x].facts for x in recipes if x in firsts and x != START}
     shown = [Section("Runs", [run.row for run in runs]), *sections]
     tables = "\n".join(f"{x.title}\n{format_table(x.table)}\n" for x in shown)
     write_whole(path / "tables.txt", tables)
-    page, title = path / "index.html", f"Study: {', '.join(recipes)}"
-    sections += [settings_section([*firsts.values()])] if runs else []
-    found = {"answers": answers(everything, known), "runs": first_columns(runs)}
-    write_page(page, title=title, sections=sections, colours=colours, **found)
+    file, title = path / "index.html", f"Study: {', '.join(recipes)}"
+    sections += [page.settings_section([*firsts.values()])] if runs else []
+    found = {"answers": answers(everything, known), "runs": page.first_columns(runs)}
+    write_page(file, title=title, sections=sections, colours=colours, **found)
     print(tables)
-    if page.exists():
-        print(printable(f"page {page}"))
+    if file.exists():
+        print(printable(f"page {file}"))
     return shown
 
 
@@ -442,37 +434,15 @@ def write_records(
     command: str,
 ) -> None:
     """Writes a line of JSON with what holds for all others, of every recipe its file, the digest of
-    its configuration without seed and start, and its bindings; then one for every row of the
-    `sections`, [mean, half] where a cell has an interval. Absolute paths are DIR, as they are those
-    of this machine."""
-    machine, trained, commits = environment(), {}, set()
+    its configuration without seed and start, and its bindings; then the rows of the `sections`."""
+    trained, folders = {}, []
     for name, seed in config.chosen(recipes):
         if (run := RunDirectory(path / f"{name}-{seed}")).is_claimed:
             found = run.read_config() | dict.fromkeys(("seed", "start_from", "sha256"))
             short = digest(json.dumps(found, sort_keys=True))[:12]
             trained[name] = recipes[name].file, short, *recipes[name].bindings
-            commits.add(read_json(run.path / "environment.json").get("commit") or "unknown")
-    count = machine["cpu_count"] if machine["platform"] == "cpu" else jax.device_count()
-    head = {
-        "command": command,
-        "commit": ", ".join(sorted(commits)),
-        "device": f"{count} x {machine['device']}",
-        "seeds": config.seeds,
-        "recipes": trained,
-    }
-    rows = [
-        {"row": next(iter(row.values())), "section": section.title}
-        | {x: _number(cell) for x, cell in row.items() if x != "directory"}
-        for section in sections
-        for row in section.table
-    ]
-    if any(isinstance(x, list) for row in rows for x in row.values()):
-        over = "seeds and pieces" if len(config.seeds) > 1 else "pieces"
-        head["interval"] = f"{over} of {config.piece_bytes:,} bytes, in pairs"
-    lines = (json.dumps(x, ensure_ascii=False) + "\n" for x in (head, *rows))
-    write_whole(file, _ABSOLUTE.sub("DIR", "".join(lines)))
-
-
-def _number(cell: Any) -> Any:
-    parts = cell.replace(",", "").split(" ± ") if isinstance(cell, str) else ()
-    return [*map(float, parts)] if len(parts) == 2 else cell
+            folders.append(run.path)
+    over = "seeds and pieces" if len(config.seeds) > 1 else "pieces"
+    interval = f"{over} of {config.piece_bytes:,} bytes, in pairs"
+    facts = {"seeds": config.seeds, "recipes": trained, "interval": interval}
+    page.write_records(file, sections, folders, command, **facts)
