@@ -307,7 +307,7 @@ def on_a_mesh() -> dict[str, tuple[float, float]]:
     """By method the largest relative difference of logits and states on 2 x 2 x 1 x 2 devices (data
     x fsdp x seq x tensor) and on one, and the share of the state that one device holds."""
     results = {}
-    for method in ("ipttcd", "deltanet_hybrid"):
+    for method in ("ipttcd", "deltanet_hybrid", "ipttcd_stream"):
         expected, found = read_on_mesh(method, "1x1x1x1"), read_on_mesh(method, "2x2x1x2")
         leaves = jax.tree.leaves(found[1])
         held = sum(x.addressable_shards[0].data.nbytes for x in leaves)

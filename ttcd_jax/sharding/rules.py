@@ -204,7 +204,7 @@ def shardings(mesh: Mesh | AbstractMesh, axes: Any, arrays: Any) -> Any:
     Raises `UserError` where a dimension does not divide among its devices, with both numbers.
     """
 
-    def sharding(path: Any, names: Names, array: Any) -> NamedSharding:
+    def sharding(path: Any, array: Any, names: Names) -> NamedSharding:
         for name, size in zip(names, array.shape, strict=True):
             mesh_axes = RULES[name] if name is not None else ()
             parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
@@ -216,4 +216,7 @@ def shardings(mesh: Mesh | AbstractMesh, axes: Any, arrays: Any) -> Any:
                 )
         return NamedSharding(mesh, spec(names, mesh))
 
-    return jax.tree_util.tree_map_with_path(sharding, axes, arrays, is_leaf=_is_names)
+    # The arrays decide: in `axes`, () is a scalar's names or a part of the tree without arrays.
+    return jax.tree_util.tree_map_with_path(
+        sharding, arrays, axes, is_leaf=lambda node: hasattr(node, "shape")
+    )
