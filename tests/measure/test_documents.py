@@ -181,9 +181,10 @@ def test_the_share_of_the_headroom_is_a_ratio_of_totals():
     low, room = rng.normal(30, 2, (8, 2)), rng.normal(4, 1, (8, 2))
     given = 0.3 * room + rng.normal(0, 0.1, (8, 2))
     losses = {"full": low, "window": low + room, "memory": low + room - given}
+    near = low + rng.normal(0, 1, low.shape)
     series = {
         name: [BlockLoss(j, i, 10, float(nll)) for (i, j), nll in np.ndenumerate(x)]
-        for name, x in (losses | {"nothing": low + room}).items()
+        for name, x in (losses | {"nothing": low + room, "near": near}).items()
     }
     rows = FinalBlock.headroom([series], "window", "full")
     assert [row["context"] for row in rows] == [0, 1, "all"]
@@ -198,6 +199,8 @@ def test_the_share_of_the_headroom_is_a_ratio_of_totals():
         FinalBlock.headroom([series | {"full": series["full"][2:]}], "window", "full")
     *_, twice = FinalBlock.headroom([series, series], "window", "full")
     assert twice["memory"] == rows[-1]["memory"]  # nothing is of the seed
+    rows = FinalBlock.headroom([series], "near", "full")
+    assert {row["memory"] for row in rows} == {None}  # no headroom that is seen
 
 
 def test_a_mean_and_its_interval_are_one_cell():

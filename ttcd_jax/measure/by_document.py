@@ -380,15 +380,19 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
     def headroom(cls, seeds: Sequence[Series[Record]], control: str, ceiling: str) -> list[Row]:
         """A row per bucket, and one of all: the share of the headroom, the losses of `control` less
         those of `ceiling`, that every other series gives back, a ratio of totals over documents,
-        with its interval. Raises as `differences`."""
+        with its interval; none in a bucket where no headroom is seen, in whose interval is 0.
+        Raises as `differences`."""
         rows: dict[Any, dict[str, Any]] = {}
         key = operator.attrgetter(cls.key)
         for bucket in (key, lambda record: None if key(record) is None else "all"):
             for label in (x for x in seeds[0] if x not in (control, ceiling)):
                 found = [series[x] for x in (label, control, ceiling) for series in seeds]
-                names, nll, _ = _paired_sums(found, bucket)
+                names, nll, tokens = _paired_sums(found, bucket)
                 own, top, low = np.split(nll, 3)
-                for name, cell in cells(names, means_over_documents(top - own, top - low)).items():
+                has_none = means_over_documents(top - low, tokens).low <= 0
+                shares = means_over_documents(top - own, top - low)
+                shares = Means(*(np.where(has_none, np.nan, x) for x in shares))
+                for name, cell in cells(names, shares).items():
                     rows.setdefault(name, {cls.key: name})[label] = cell
         return [*rows.values()]
 
