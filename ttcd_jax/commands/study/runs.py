@@ -11,7 +11,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -369,18 +369,21 @@ def _sections(
 def _headroom(
     task: Task, title: str, measured: BySeed, recipes: dict[str, Recipe]
 ) -> list[Section]:
-    """The share of the headroom that every recipe gives back, with the seeds of the one that writes
-    no memory and sees the most."""
+    """The share of the headroom that every recipe gives back, by the seeds that it shares with the
+    base and the one that writes no memory and sees the most."""
     base, models = next(iter(measured)), {x: recipes[x].config.model for x in measured}
     silent = (x for x, y in models.items() if switched_off(y, length=1) in (None, y))
     full = max((base, *silent), key=lambda name: models[name].stream_window or math.inf)
-    if full == base:
-        return []
-    ceiling = measured[full]
-    found = {x: _of_seeds(y, ceiling) for x, y in measured.items() if ceiling.keys() <= y.keys()}
-    by_seed = zip(*found.values(), strict=True)
-    seeds = [dict(zip(found, records, strict=True)) for records in by_seed]
-    return headroom_sections(type(task), title, seeds, (base, full))
+    found: list[Section] = []
+    for name in measured if full != base else ():
+        shared = measured[name].keys() & measured[base].keys() & measured[full].keys()
+        three = {x: _of_seeds(measured[x], sorted(shared)) for x in (name, base, full)}
+        seeds = [dict(zip(three, x, strict=True)) for x in zip(*three.values(), strict=True)]
+        if seeds and name not in (base, full):
+            found += headroom_sections(type(task), title, seeds, (base, full))
+    rows = zip(*(section.table for section in found), strict=True)
+    table = [functools.reduce(operator.or_, row) for row in rows]
+    return [found[0]._replace(table=table)] if found else []
 
 
 def _pictures(kind: type[Task], series: Series[Any], output: Path) -> list[Picture]:
@@ -395,7 +398,7 @@ def _rows(curves: Curves, cells: Callable[..., dict[Any, str | None]]) -> list[R
     ]
 
 
-def _of_seeds(base: dict[int, Series[Any]], seeds: dict[int, Series[Any]]) -> list[Any]:
+def _of_seeds(base: dict[int, Series[Any]], seeds: Iterable[int]) -> list[Any]:
     """The records of the base by seed, of the same seeds as another recipe's."""
     (label,) = {label for series in base.values() for label in series if MEMORY_OFF not in label}
     return [base[seed][label] for seed in seeds if seed in base]
