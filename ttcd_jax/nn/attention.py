@@ -18,6 +18,8 @@ from ttcd_jax.nn.rope import RopeConfig, rotate
 from ttcd_jax.nn.row import Hidden, Piece, Row
 from ttcd_jax.nn.windows import KVCache, Sinks, Windows, attend, attend_cached
 
+QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heads(Dims):
@@ -29,7 +31,9 @@ class Heads(Dims):
     with `qk_norm_eps`, 1e-6 in Hugging Face's Qwen3 and 1e-5 in the reference implementation,
     whatever its other norms use. `has_qkv_bias`: q, k and v have biases, as Qwen2's.
     `attention_implementation`: a kernel by its name in `ttcd_kernels`, or the one that fits.
-    `sink_tokens`: so many first tokens of its document a query sees besides its window.
+    `sink_tokens`: so many first tokens of its document a query sees besides its window, from no
+    farther than the query at position `sink_reach` - 1 would: the context that the model was
+    trained on, beyond which the rotary embedding is unknown to it; None: from where it is.
     `has_sink_logits`: every head has a learned term in the denominator of its softmax.
     """
 
@@ -43,6 +47,7 @@ class Heads(Dims):
     qk_norm_eps: NonNegativeFloat = 1e-6
     attention_implementation: Implementation = "auto"
     sink_tokens: NonNegative = 0
+    sink_reach: Positive | None = None
     has_sink_logits: bool = False
 
     def validate(self) -> None:
@@ -123,18 +128,13 @@ class Attention(Mixer, config=AttentionConfig):
         if config.has_sink_logits:
             self.sink = param(jnp.zeros((config.num_heads,), dtype), ("heads",))
 
-    def sinks(self, positions: Int[Array, "B T"]) -> Sinks:
-        logits = self.sink[...] if self.config.has_sink_logits else None
-        count = self.config.sink_tokens
-        return Sinks(count, positions if count else None, logits)
-
     def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, None]:
         return _output(self.over_row(x, row, self.windows)), None
 
     def over_row(self, x: Hidden, row: Row, windows: Windows) -> list[Hidden]:
         """What attention adds to the stream, under each of these windows."""
-        implementation, sinks = self.config.attention_implementation, self.sinks(row.positions)
-        qkv = self.project(x, row.positions)
+        qkv, sinks = self.project(x, row.positions)
+        implementation = self.config.attention_implementation
         seen = attend(*qkv, row.segment_ids, windows, implementation, sinks)
         return [*map(self.project_out, seen)]
 
@@ -150,15 +150,15 @@ class Attention(Mixer, config=AttentionConfig):
     def over_piece(
         self, x: Hidden, piece: Piece, state: KVCache, windows: Windows
     ) -> tuple[list[Hidden], KVCache]:
-        qkv = self.project(x, positions := piece.positions(x.shape[1]))
-        implementation, sinks = self.config.attention_implementation, self.sinks(positions)
+        qkv, sinks = self.project(x, piece.positions(x.shape[1]))
+        implementation = self.config.attention_implementation
         seen, state = attend_cached(*qkv, piece, state, windows, implementation, sinks)
         return [*map(self.project_out, seen)], state
 
     def project(
         self, h: Hidden, positions: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Rotated q and k, and v."""
+    ) -> tuple[QKV, Sinks]:
+        """((rotated q and k, v), the sinks of these queries)."""
         config, dtype = self.config, self.config.precision.compute_dtype
         heads = (*h.shape[:2], -1, config.head_size)
         q, k, v = (linear(h, w[...], dtype) for w in (self.query, self.key, self.value))
@@ -169,7 +169,14 @@ class Attention(Mixer, config=AttentionConfig):
         if config.has_qk_norm:
             q = rms_norm(q, self.query_norm[...], config.qk_norm_eps)
             k = rms_norm(k, self.key_norm[...], config.qk_norm_eps)
-        return rotate(q, positions, config.rope), rotate(k, positions, config.rope), v
+        logits = self.sink[...] if config.has_sink_logits else None
+        sinks = Sinks(logits=logits)
+        if config.sink_tokens:
+            sinks = Sinks(config.sink_tokens, positions, logits)
+            if config.sink_reach is not None:
+                near = jnp.minimum(positions, config.sink_reach - 1)
+                sinks = sinks._replace(queries=rotate(q, near, config.rope))
+        return (rotate(q, positions, config.rope), rotate(k, positions, config.rope), v), sinks
 
     def project_out(self, heads: Float[Array, "B T N H"]) -> Hidden:
         flat = heads.reshape(*heads.shape[:2], -1)

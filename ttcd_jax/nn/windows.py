@@ -37,12 +37,14 @@ _Seen = tuple[Float[Array, "B *T n K H"], Float[Array, "B *T n K H"], Int[Array,
 class Sinks(NamedTuple):
     """The first `count` tokens of every document, and a learned logit per head. `positions`: of
     the queries in their documents. `kept`: keys and values of the tokens, in rows of one document
-    each; None: they are among the keys of the row."""
+    each; None: they are among the keys of the row. `queries`: as they see the tokens outside of
+    their windows, None: as they see all others."""
 
     count: int = 0
     positions: Int[Array, "B T"] | None = None
     logits: Float[Array, " N"] | None = None
     kept: KeysValues | None = None
+    queries: Float[Array, "B T N H"] | None = None
 
 
 def attend(
@@ -74,11 +76,11 @@ def attend(
         options: Any = {"segment_ids": ids, "implementation": implementation}
         options |= {"teacher_window": windows[0], "student_window": windows[-1]}
         outputs = dual_window_attention_with_lse(q, *keys_values, **options)
-        return _joined(outputs, windows, q, _seen(shard, (k, v), segment_ids, own), own.logits)
+        return _joined(outputs, windows, q, _seen(shard, (k, v), segment_ids, own), own)
 
     queries, keys = (("batch", "length", heads) for heads in ("heads", "kv_heads"))
     kept, tokens = ("batch", None, "kv_heads"), ("batch", "length")
-    names = (queries, keys, keys, tokens, tokens, ("heads",), kept)
+    names = (queries, keys, keys, tokens, tokens, ("heads",), kept, queries)
     run = rules.sharded(on_shard, names, (queries,) * len(windows))
     return run(q, k, v, segment_ids, *sinks[1:])
 
@@ -127,7 +129,7 @@ def attend_cached(
             *operands, teacher_window=wide, student_window=narrow, implementation=chosen
         )
         seen = _seen(rules.Shard(), after[:2], None, sinks)
-        return _joined([x[:, None] for x in outputs], windows, q, seen, sinks.logits), after
+        return _joined([x[:, None] for x in outputs], windows, q, seen, sinks), after
     piece = piece.under(windows[0])
     ids, keys, values = None, k, v
     if piece.halo:  # the positions before the piece, in order
@@ -199,10 +201,11 @@ def _joined(
     windows: Windows,
     q: Float[Array, "B T N H"],
     seen: _Seen | None,
-    logits: Float[Array, " N"] | None,
+    sinks: Sinks,
 ) -> Outputs:
     """The output of each window together with the sinks outside of it; `outputs`: those of a
     teacher's and a student's window, then their log-sum-exps."""
+    logits, q = sinks.logits, q if sinks.queries is None else sinks.queries
     found = [*zip(outputs[:2], outputs[2:], strict=True)][-len(windows) :]
     if seen is None and logits is None:
         return tuple(out for out, _ in found)

@@ -206,11 +206,10 @@ def _views(block: Any, h: jax.Array, window: int, sinks: int) -> _Views:
             "gap is for attention and SwiGLU"
         )
     row = Row.of(h)
-    own = attention.sinks(row.positions)
-    beside = own._replace(count=max(sinks, own.count), positions=row.positions)
     (mixed, _), (teacher, _) = (block.inputs(name, h, row) for name in ("mixer", "mlp"))
-    operands = *attention.project(mixed, row.positions), None, (window,)
-    (out,) = attend(*operands, attention.config.attention_implementation, beside)
+    qkv, own = attention.project(mixed, row.positions)
+    beside = own._replace(count=max(sinks, own.count), positions=row.positions)
+    (out,) = attend(*qkv, None, (window,), attention.config.attention_implementation, beside)
     seen, eps = h + attention.project_out(out), block.config.mlp.dims.norm_eps
     student, y = rms_norm(seen, block.mlp_norm[...], eps), mlp.plain(teacher)
     return mlp.features(student)[0], (y - mlp.plain(student))[0], y[0]
