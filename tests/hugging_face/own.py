@@ -58,7 +58,9 @@ MODELS = {
         **{"half_lives": (9.0,), "decay": "learned"},
     ),
     "targets": _ipttt(),
-    "sinks": _ipttcd({"sink_tokens": 3, "has_sink_logits": True, "has_qkv_bias": True}),
+    "sinks": _ipttcd(
+        {"sink_tokens": 3, "sink_reach": 17, "has_sink_logits": True, "has_qkv_bias": True}
+    ),
     "embeddings": _ipttt(
         **{"is_conv_causal": True, "has_activation_conv": True},
         **{"corrects_errors": True, "target": "embedding"},
@@ -67,7 +69,7 @@ MODELS = {
     "swa": _plain(window=9),
     "swa_bias": _plain(window=9, has_qkv_bias=True, rope=RopeConfig(base=1e6)),
     "swa_norm": _plain(window=9, has_qk_norm=True, has_tied_head=False),
-    "swa_sinks": _plain(window=9, sink_tokens=2),
+    "swa_sinks": _plain(window=9, sink_tokens=2, sink_reach=13),
     "yarn": _plain(has_qk_norm=True, rope=RopeConfig(yarn=YARN)),
 }
 

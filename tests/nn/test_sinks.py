@@ -25,21 +25,24 @@ from ttcd_jax.sharding.mesh import AXES, MeshConfig, build_mesh
 from ttcd_jax.train.loss import summed_loss
 from ttcd_jax.train.state import params_shardings, with_params
 
-T, COUNT = 23, 3
+T, COUNT, REACH = 23, 3, 12
 IDS = np.stack([np.repeat([4, 7, 9], [2, 13, 8]), np.repeat([1, 2, 3], [9, 1, 13])])
 
 
 def _defined(attention, h, row, window, count):
     """The output under a window by one softmax over all positions."""
-    q, k, v = attention.project(h, row.positions)
-    group = q.shape[2] // k.shape[2]
+    (q, k, v), _ = attention.project(h, row.positions)
+    group, reach = q.shape[2] // k.shape[2], attention.config.sink_reach or T
+    (near, *_), _ = attention.project(h, jnp.minimum(row.positions, reach - 1))
     k, v = (jnp.repeat(x, group, 2) for x in (k, v))
     i, j = np.indices((T, T))
     ids = np.zeros_like(IDS) if row.segment_ids is None else np.asarray(row.segment_ids)
     in_document = np.asarray(row.positions)
-    is_seen = (j <= i) & (((i - j) < (window or T)) | (in_document[:, None, :] < count))
+    is_beside = (i - j >= (window or T)) & (in_document[:, None, :] < count)
+    is_seen = (j <= i) & (((i - j) < (window or T)) | is_beside)
     is_seen &= ids[:, :, None] == ids[:, None]
-    score = jnp.einsum("BTNH,BSNH->BNTS", q, k) * q.shape[-1] ** -0.5
+    score, beside = (jnp.einsum("BTNH,BSNH->BNTS", x, k) * x.shape[-1] ** -0.5 for x in (q, near))
+    score = jnp.where(is_beside[:, None], beside, score)
     score = jnp.where(is_seen[:, None], score, -jnp.inf)
     if attention.config.has_sink_logits:
         logits = jnp.broadcast_to(attention.sink[...][:, None, None], (*score.shape[:3], 1))
@@ -48,12 +51,13 @@ def _defined(attention, h, row, window, count):
     return attention.project_out(jnp.einsum("BNTS,BSNH->BTNH", weight, v))
 
 
-@pytest.mark.parametrize("has_logits", [False, True])
+@pytest.mark.parametrize(("has_logits", "reach"), [(False, None), (True, None), (True, REACH)])
 @pytest.mark.parametrize("count", [0, COUNT])
 @pytest.mark.parametrize("ids", [None, IDS], ids=["one document", "documents"])
 @pytest.mark.parametrize("window", [1, 4, None])
-def test_a_query_sees_its_window_and_the_sinks(window, ids, count, has_logits, float64):
-    config = small_attention(window=window, sink_tokens=count, has_sink_logits=has_logits)
+def test_a_query_sees_its_window_and_the_sinks(window, ids, count, has_logits, reach, float64):
+    fields = {"window": window, "sink_tokens": count, "sink_reach": reach}
+    config = small_attention(**fields, has_sink_logits=has_logits)
     student = None if window == 1 else 2
     build, asked = Attention, config
     if student is not None:
@@ -84,7 +88,8 @@ def test_a_query_sees_its_window_and_the_sinks(window, ids, count, has_logits, f
 @functools.cache
 def _with_sinks(method):
     """(the model, tokens, its logits of the whole rows, those without sinks)."""
-    config = config_of(method, num_layers=2, sink_tokens=COUNT, has_sink_logits=method != "lact")
+    fields = {"sink_tokens": COUNT, "sink_reach": REACH, "has_sink_logits": method != "lact"}
+    config = config_of(method, num_layers=2, **fields)
     models = [randomize(Transformer, x) for x in (config, config.replace(sink_tokens=0))]
     tokens = np.random.default_rng(0).integers(0, 11, (2, T))
     return inference_model(models[0]), tokens, *(np.asarray(logits_of(x, tokens)) for x in models)
@@ -109,6 +114,12 @@ def test_the_reference_has_no_sinks():
     config = config_of("swa", sink_tokens=1)
     with pytest.raises(UserError, match=r"cannot express .*sink_tokens 1"):
         export_reference({}, config)
+
+
+def test_sinks_inside_a_window_are_where_they_are():
+    assert config_of("swa", window=6, sink_tokens=2, sink_reach=8)
+    with pytest.raises(UserError, match="set it to 8 or more"):
+        config_of("swa", window=6, sink_tokens=2, sink_reach=7)
 
 
 def test_only_lact_has_no_learned_sinks(float64):
@@ -142,6 +153,7 @@ def _print_differences():
     for method, segments in (("ipttcd", ids), ("swa", ids), ("swa", None)):
         sizes = {"num_heads": 2, "dim": 16, "mlp_dim": 16, "vocab_size": 12}
         windows = {"window": 5, "student_window": 2, "sink_tokens": COUNT, "has_sink_logits": True}
+        windows |= {"sink_reach": REACH}
         config = config_of(method, **sizes, **windows)
         params = nnx.to_pure_dict(nnx.state(randomize(Transformer, config), nnx.Param))
         segments = None if segments is None else jnp.asarray(segments)

@@ -12,7 +12,7 @@ from tiny_run import save_text_model
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.nn.rope import RopeConfig, YarnConfig
 from ttcd_jax.precision import Precision
-from ttcd_jax.run.directory import load_params, load_run
+from ttcd_jax.run.directory import RunDirectory, load_params, load_run
 from ttcd_jax.run.model_changes import changed_model, describe
 from ttcd_jax.train.state import with_params
 
@@ -47,6 +47,10 @@ def test_the_model_is_the_one_configured_so_with_the_same_parameters(run_dir):
         assert_close(logits[:, :num_equal], before[:, :num_equal])
         assert np.abs(logits - before).max() > 1e-3
         assert run.config.memory == expected.settings
+    length = RunDirectory(run_dir).read_part("data")["seq_len"]
+    for change, reach in ("sink_tokens=2", length), ("sink_reach=99", 99):
+        changes = ["TransformerConfig.sink_tokens=2", f"TransformerConfig.{change}"]
+        assert load_run(run_dir, changes=dict.fromkeys(changes)).config.sink_reach == reach
 
 
 def test_arguments_of_another_type_are_refused(run_dir):

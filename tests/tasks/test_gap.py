@@ -27,7 +27,8 @@ def _norm(x, weight, eps=1e-6):
 
 def _attended(attention, x, window, sinks):
     row = Row.of(jnp.asarray(x)[None])
-    q, k, v = (np.asarray(a)[0] for a in attention.project(jnp.asarray(x)[None], row.positions))
+    qkv, _ = attention.project(jnp.asarray(x)[None], row.positions)
+    q, k, v = (np.asarray(a)[0] for a in qkv)
     i, j = np.indices((len(x), len(x)))
     is_seen = (j <= i) & ((i - j < (window or len(x))) | (j < sinks))
     score = np.einsum("TNH,SNH->NTS", q, k) / np.sqrt(q.shape[-1])

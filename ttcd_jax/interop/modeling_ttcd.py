@@ -140,11 +140,19 @@ class RMSNorm(nn.Module):
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, first_tokens: int, logits: Tensor | None
+    q: Tensor,
+    near: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    first_tokens: int,
+    logits: Tensor | None,
 ) -> Tensor:
     """Queries [B, N, T, H] and keys [B, K, S, H] that end together; a window counts the query, and
-    has the first tokens beside it. `logits` [N]: a term in the denominator of each head."""
+    has the first tokens beside it, where `near` are the queries. `logits` [N]: a term in the
+    denominator of each head."""
     before, results, N = k.shape[2] - q.shape[2], [], q.shape[1]
+    has_near, scale = near is not q and window is not None, q.shape[-1] ** -0.5
     if logits is not None:
         k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.shape[3])], 2) for x in (k, v))
     for start in range(0, q.shape[2], _QUERIES):
@@ -164,8 +172,13 @@ def attend(
                 torch.cat([mask, own], 2),
                 torch.cat([key, key.new_tensor([k.shape[2] - 1])]),
             )
-        seen = k[:, :, key], v[:, :, key]
-        results.append(F.scaled_dot_product_attention(part, *seen, attn_mask=mask, enable_gqa=True))
+        keys, values = k[:, :, key], v[:, :, key]
+        if has_near:  # the first tokens are asked by another half of a wider head
+            part = torch.cat([part, near[:, :, start : start + _QUERIES]], -1)
+            is_first = (key < first_tokens)[:, None]
+            keys = torch.cat([keys.masked_fill(is_first, 0), keys.masked_fill(~is_first, 0)], -1)
+        options = {"attn_mask": mask, "enable_gqa": True, "scale": scale}
+        results.append(F.scaled_dot_product_attention(part, keys, values, **options))
     return torch.cat(results, 2).transpose(1, 2).flatten(2)
 
 
@@ -184,6 +197,7 @@ class Attention(nn.Module):
                 self.add_module(f"{name}_norm", RMSNorm(size, c["qk_norm_eps"]))
         self.o_proj = nn.Linear(counts["q"] * size, config.hidden_size, bias=False)
         self.first_tokens = c.get("sink_tokens", 0)
+        self.has_reach = bool(self.first_tokens) and c.get("sink_reach") is not None
         self.sinks = None
         if c.get("has_sink_logits"):
             self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads))
@@ -199,10 +213,12 @@ class Attention(nn.Module):
 
     def forward(self, h: Tensor, turn: Any, past: _State) -> tuple[list[Tensor], _State]:
         """The results, and the keys and values that later tokens see."""
+        turn, near = turn
         q, *seen = self._heads("q", h, turn), self._heads("k", h, turn), self._heads("v", h, None)
+        near = self._heads("q", h, near) if self.has_reach else q
         seen = [torch.cat(pair, 2) for pair in zip(past, seen, strict=True)] if past else seen
         sinks = self.first_tokens, self.sinks
-        results = [self.o_proj(attend(q, *seen, window, *sinks)) for window in self.windows]
+        results = [self.o_proj(attend(q, near, *seen, window, *sinks)) for window in self.windows]
         if None not in self.windows:
             stop = seen[0].shape[2]
             begin = max(stop + 1 - max(self.windows), 0)
@@ -359,6 +375,7 @@ class TTCDModel(nn.Module):
     def __init__(self, config: TTCDConfig) -> None:
         super().__init__()
         self.rotary, self.gradient_checkpointing = config.rotary, False
+        self.sink_reach = config.model.get("sink_reach") or math.inf
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.model["norm_eps"])
@@ -395,8 +412,12 @@ class TTCDModel(nn.Module):
         """The same of rows without padding, after `start` tokens; and what later tokens need."""
         embedded, states, after = h, [], []
         positions = torch.arange(start, start + h.shape[1], device=h.device, dtype=torch.float32)
-        angle = positions[:, None] * torch.tensor(self.rotary["frequencies"], device=h.device)
-        turn = self.rotary["magnitude"] * angle.cos(), self.rotary["magnitude"] * angle.sin()
+        frequencies = torch.tensor(self.rotary["frequencies"], device=h.device)
+        angles = (
+            x[:, None] * frequencies for x in (positions, positions.clamp(max=self.sink_reach - 1))
+        )
+        magnitude = self.rotary["magnitude"]
+        turn = [(magnitude * angle.cos(), magnitude * angle.sin()) for angle in angles]
         for i, layer in enumerate(self.layers):
             states += [h] if every else []
             inputs = h, embedded, turn, before[i] if before else []

@@ -25,7 +25,7 @@ from ttcd_jax.memory.fast_swiglu import FastSwiGLU, FastWeights, FastWrites, uni
 from ttcd_jax.memory.pieces import OpenChunk, over_piece, start_pieces
 from ttcd_jax.memory.rows import check_parts, over_rows
 from ttcd_jax.methods import registry
-from ttcd_jax.nn.attention import AttentionConfig, start_cache
+from ttcd_jax.nn.attention import QKV, AttentionConfig, sinks_of, start_cache
 from ttcd_jax.nn.block import BlockConfig, Dims, Mixer, Names, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.product import product
@@ -208,9 +208,8 @@ class LaCT(Mixer, config=LaCTConfig):
     def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Hidden, None]:
         attention, memory, length = self.config.attention, self.config.memory, x.shape[1]
         check_parts(length, memory.chunk_size)
-        qkv, operands = self._operands(x, row.positions)
+        qkv, sinks, operands = self._operands(x, row.positions)
         windows, implementation = (attention.window,), attention.attention_implementation
-        sinks = Sinks(attention.sink_tokens, row.positions)
         (seen,) = attend(*qkv, row.segment_ids, windows, implementation, sinks)
         reads, writes = jax.tree.map(lambda x: to_chunks(x, memory.chunk_size), operands)
         ids = row.segment_ids if memory.resets_at_document else None
@@ -222,7 +221,7 @@ class LaCT(Mixer, config=LaCTConfig):
         config, size = self.config.attention, self.config.memory.chunk_size
         h = jax.ShapeDtypeStruct((batch_size, size, config.dim), config.precision.compute_dtype)
         positions = jax.ShapeDtypeStruct((batch_size, size), jnp.int32)
-        _, (_, writes) = jax.eval_shape(self._operands, h, positions)
+        _, _, (_, writes) = jax.eval_shape(self._operands, h, positions)
         chunks = start_pieces(self._memory(), batch_size, writes)
         return LaCTState(start_cache(config, batch_size, max_length), chunks)
 
@@ -231,9 +230,8 @@ class LaCT(Mixer, config=LaCTConfig):
     ) -> tuple[Hidden, LaCTState]:
         attention = self.config.attention
         positions = piece.positions(x.shape[1])
-        qkv, (reads, writes) = self._operands(x, positions)
+        qkv, sinks, (reads, writes) = self._operands(x, positions)
         windows, implementation = (attention.window,), attention.attention_implementation
-        sinks = Sinks(attention.sink_tokens, positions)
         (seen,), cache = attend_cached(*qkv, piece, state.cache, windows, implementation, sinks)
         fast, chunks = over_piece(
             self._memory(), state.chunks, reads, writes, piece, self.config.chunk_size
@@ -242,9 +240,9 @@ class LaCT(Mixer, config=LaCTConfig):
 
     def _operands(
         self, h: jax.Array, positions: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, FastWrites]]:
-        """(q, k, v [B, T, N, H] of the attention; operands of the memory's reads and of its writes,
-        [B, T, ...])."""
+    ) -> tuple[QKV, Sinks, tuple[jax.Array, FastWrites]]:
+        """(q, k, v [B, T, N, H] of the attention; its sinks; operands of the memory's reads and of
+        its writes, [B, T, ...])."""
         config, memory = self.config.attention, self.config.memory
         qkv = linear(h, self.qkv[...], config.precision.compute_dtype)
         if memory.has_qkv_bias:
@@ -254,6 +252,7 @@ class LaCT(Mixer, config=LaCTConfig):
             q = rms_norm(q, self.query_norm[...], NORM_EPS)
             k = rms_norm(k, self.key_norm[...], NORM_EPS)
         heads = (*h.shape[:2], config.num_heads, config.head_size)
+        sinks = sinks_of(config, q.reshape(heads), positions)
         turned_q, turned_k = (rotate(x.reshape(heads), positions, config.rope) for x in (q, k))
         momentum = None
         if memory.has_momentum:
@@ -262,7 +261,7 @@ class LaCT(Mixer, config=LaCTConfig):
         is_active = memory.has_qk_silu and memory.has_value_silu
         fast_v = self._split(jax.nn.silu(v) if is_active else v)
         writes = FastWrites(fast_k, fast_v, self._rates(h), momentum)
-        return (turned_q, turned_k, v.reshape(heads)), (fast_q, writes)
+        return (turned_q, turned_k, v.reshape(heads)), sinks, (fast_q, writes)
 
     def _memory(self) -> FastSwiGLU:
         memory, dtype = self.config.memory, self.config.attention.precision.state_dtype

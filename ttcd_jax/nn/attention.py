@@ -58,6 +58,12 @@ class Heads(Dims):
             raise UserError(f"num_kv_heads {K} does not divide num_heads {N}")
         if H % 2:
             raise UserError(f"head_dim {H} is odd; rotary embedding turns pairs")
+        least = (self.window or 0) + self.sink_tokens
+        if self.sink_reach is not None and self.sink_reach < least:
+            raise UserError(
+                f"sink_reach {self.sink_reach} is less than window {self.window} and sink_tokens "
+                f"{self.sink_tokens}: set it to {least} or more"
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -155,9 +161,7 @@ class Attention(Mixer, config=AttentionConfig):
         seen, state = attend_cached(*qkv, piece, state, windows, implementation, sinks)
         return [*map(self.project_out, seen)], state
 
-    def project(
-        self, h: Hidden, positions: Int[Array, "B T"]
-    ) -> tuple[QKV, Sinks]:
+    def project(self, h: Hidden, positions: Int[Array, "B T"]) -> tuple[QKV, Sinks]:
         """((rotated q and k, v), the sinks of these queries)."""
         config, dtype = self.config, self.config.precision.compute_dtype
         heads = (*h.shape[:2], -1, config.head_size)
@@ -170,17 +174,24 @@ class Attention(Mixer, config=AttentionConfig):
             q = rms_norm(q, self.query_norm[...], config.qk_norm_eps)
             k = rms_norm(k, self.key_norm[...], config.qk_norm_eps)
         logits = self.sink[...] if config.has_sink_logits else None
-        sinks = Sinks(logits=logits)
-        if config.sink_tokens:
-            sinks = Sinks(config.sink_tokens, positions, logits)
-            if config.sink_reach is not None:
-                near = jnp.minimum(positions, config.sink_reach - 1)
-                sinks = sinks._replace(queries=rotate(q, near, config.rope))
+        sinks = sinks_of(config, q, positions)._replace(logits=logits)
         return (rotate(q, positions, config.rope), rotate(k, positions, config.rope), v), sinks
 
     def project_out(self, heads: Float[Array, "B T N H"]) -> Hidden:
         flat = heads.reshape(*heads.shape[:2], -1)
         return linear(flat, self.out[...], self.config.precision.compute_dtype)
+
+
+def sinks_of(config: Heads, q: Float[Array, "B T N H"], positions: Int[Array, "B T"]) -> Sinks:
+    """The sinks of queries that are not rotated yet."""
+    if not config.sink_tokens:
+        return Sinks()
+    sinks = Sinks(config.sink_tokens, positions)
+    if config.sink_reach is None:
+        return sinks
+    return sinks._replace(
+        queries=rotate(q, jnp.minimum(positions, config.sink_reach - 1), config.rope)
+    )
 
 
 def _output(views: list[Hidden]) -> Output:

@@ -5,9 +5,10 @@ from the neighbors, not a ring, whatever the length of the row. Only full attent
 Heads are independent: no traffic along `tensor`.
 
 A model that was trained with full attention gives much weight to the first tokens of a document,
-which a window takes away (Xiao et al. 2024). They may stay visible, and a head may have a learned
-logit b, a sink without a value, for models from scratch. From the output o of a window and its
-log-sum-exp L, which every kernel returns, and the scores s_j of the sink tokens outside of it:
+which a window takes away (Xiao et al. 2024). They may stay visible, from no farther than a bound,
+below which the rotary embedding is known to the model. A head may have a learned logit b, a sink
+without a value, for models from scratch. From the output o of a window and its log-sum-exp L, which
+every kernel returns, and the scores s_j of the sink tokens outside of it:
 
     out = (e^L o + sum_j e^{s_j} v_j) / (e^L + sum_j e^{s_j} + e^b)
 """

@@ -242,6 +242,11 @@ def load_params(
         raise UserError(f"step {step!r} is not a number")
     config = model_config(directory)
     changed = changed_model(config, changes)
+    length = directory.read_part("data").get("seq_len")
+    if changed.sink_tokens > config.sink_tokens == 0 and changed.sink_reach is None and length:
+        # What the model was trained on saw them from no farther.
+        least = (changed.window or 0) + changed.sink_tokens
+        changed = changed.replace(sink_reach=max(length, least))
     params = abstract_params(config)
     mesh = jax.sharding.get_mesh()
     if not mesh.empty:
