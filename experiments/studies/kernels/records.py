@@ -12,10 +12,10 @@ from pathlib import Path
 
 from ttcd_kernels.measure import Row
 
+from experiments.studies.kernels.bench import UNIT
 from experiments.studies.kernels.programs import FAILED
 from experiments.studies.kernels.runner import Job, job_of
 
-_UNIT = " time ms"
 _HIDDEN = (*Job._fields, "surroundings", "note")
 
 
@@ -46,8 +46,8 @@ def _fields(rows: list[Row]) -> Iterator[tuple[str, object]]:
         return
     for row in good:
         for name, value in row.items():
-            if name.endswith(_UNIT) and value is not None:
-                yield f"{row['case']} {name.removesuffix(_UNIT)}", value
+            if name.endswith(UNIT) and value is not None:
+                yield f"{row['case']} {name.removesuffix(UNIT)}", value
             elif rows[0]["step"] != "times" and name not in _HIDDEN:
                 yield name, value
 
