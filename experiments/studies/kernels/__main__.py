@@ -186,10 +186,7 @@ STEPS = {
     "memcheck": Step(_memcheck_jobs, _memcheck, 240, lambda job: 4),
     "step": Step(_model_jobs, _model_step, 300, lambda job: 4),
     "profile": Step(_profile_jobs, _profile, 300, shown=_profiled),
-    "tiles": Step(
-        *(tune.jobs, tune.measured, 300, cases.at_once, tune.ranked),
-        lambda rows: tune.advice({"rows": rows}),
-    ),
+    "tiles": Step(tune.jobs, tune.measured, 300, cases.at_once, tune.ranked, tune.advice),
 }
 
 if __name__ == "__main__":

@@ -23,13 +23,10 @@ def rows_of(report: Row) -> list[Row]:
     """The first line of a file of records, and its rows. The last counts of a job
     measured again."""
     rows = list({job_of(row): row for row in report["rows"]}.values())
-    seen = {row["surroundings"] for row in rows}
-    here = [facts for digest, facts in report["surroundings"].items() if digest in seen]
+    first, *_ = report["surroundings"].values()
     steps = dict.fromkeys(row["step"] for row in rows)
     head = {"command": f"python -m experiments.kernels --steps {' '.join(steps)}"}
-    for name in ("commit", "device"):
-        head[name] = ", ".join(dict.fromkeys(str(facts[name]) for facts in here))
-    head["on"] = f"jax {here[0]['jax']}, triton {here[0]['triton']}"
+    head |= report["environment"] | {"on": f"jax {first['jax']}, triton {first['triton']}"}
     groups: dict[str, list[Row]] = {}
     for row in rows:
         where = row["op"] or row["case"]
