@@ -242,19 +242,14 @@ def _errors(case):
     if cotangents:
         assert all(np.isfinite(x).all() for x in expected)
     named = zip(NAMES, found, expected, strict=False)
-    return {name: _error(x, y.reshape(x.shape)) for name, x, y in named}
+    return {name: _errors_of(x, y.reshape(x.shape)) for name, x, y in named}
 
 
-def _error(found, expected):
-    """(max |a - b| / max |b|, max |a - b|) of two arrays; infinities, the log-sum-exps of rows that
-    see nothing, must be at the same places. In NumPy: XLA's maximum on a CPU may pass over a NaN in
-    bfloat16."""
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    assert found.shape == expected.shape
-    both = np.isneginf(found) & np.isneginf(expected)
-    found, expected = np.where(both, 0, found), np.where(both, 0, expected)
-    error = float(np.abs(found - expected).max())
-    return error / float(np.abs(expected).max()), error
+def _errors_of(found, expected):
+    """(max |a - b| / max |b|, max |a - b|), equal infinities, the log-sum-exps of rows that see
+    nothing, apart."""
+    relative = programs.relative_error(np.asarray(found), expected)
+    return relative, relative * float(np.abs(expected[np.isfinite(expected)]).max())
 
 
 def _conv(case):
@@ -291,7 +286,7 @@ def _conv(case):
 
     results, gradients = jax.device_get(found(operands, exact, cotangents))
     ulps = [[int(programs.ulps(*x).max()) for x in zip(*pair, strict=True)] for pair in results]
-    return *ulps, *(_error(*pair)[0] for pair in zip(*gradients, strict=True))
+    return *ulps, *map(programs.relative_error, *gradients)
 
 
 def _shapes(length, num_heads, num_kv_heads, head_dim, dtype=jnp.bfloat16):
