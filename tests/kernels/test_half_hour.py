@@ -21,14 +21,7 @@ from ttcd_kernels.dual_window import tuning as dual_window_tuning
 
 from experiments.studies.bench.cases import Step
 from experiments.studies.kernels import __main__ as hour
-from experiments.studies.kernels import (
-    cases,
-    profile,
-    programs,
-    records,
-    runner,
-    tune,
-)
+from experiments.studies.kernels import cases, profile, programs, records, runner, tune
 from experiments.studies.kernels import decoding as decode
 from experiments.studies.kernels.attention import SHAPES
 from experiments.studies.kernels.cases import OPS

@@ -16,13 +16,7 @@ from ttcd_kernels import launch, measure
 from ttcd_kernels.table import format_table, write_json
 
 from experiments.studies.kernels import __main__ as hour
-from experiments.studies.kernels import (
-    attention,
-    bench,
-    check,
-    convolution,
-    programs,
-)
+from experiments.studies.kernels import attention, bench, check, convolution, programs
 from experiments.studies.kernels import decoding as decode
 from experiments.studies.kernels.attention import SHAPES, Case
 
