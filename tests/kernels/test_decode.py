@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +13,8 @@ from ttcd_kernels.decode import triton_call
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
 from ttcd_kernels.decode.tuning import TABLE, Slices, Tile, slices_for
 from ttcd_kernels.windows import Windows
+
+from experiments.studies.kernels import definition
 
 # A row that waits, the beginning, both windows' ends, the ring's edge, far beyond.
 PHASES = [-1, 0, 5, 19, 20, 47, 48, 52, 53, 54, 110, 2_000_000_011]
@@ -61,7 +62,8 @@ def test_xla_computes_the_definition(teacher, student, N, K, float64):
     operands = _rings(PHASES, N, K, 53)
     scale = 0.7 if K == 2 else 300.0  # scores whose exponentials overflow
     ours = _xla(*operands, teacher_window=teacher, student_window=student, scale=scale)
-    theirs = definitions.decode(*operands, Windows(teacher, student, scale))
+    arrays = map(np.asarray, operands)
+    theirs = definition.decode(*arrays, Windows(teacher, student, scale))
     waiting = tuple(x[:1] for x in ours)
     assert_same(waiting, tuple(x[:1] for x in theirs))
     assert not np.any(waiting[0])

@@ -54,11 +54,17 @@ def test_auto_takes_the_first_that_can_and_says_once_what_it_passed_over(caplog)
         (100, 64, "bfloat16", 0.1, "xla"),  # no such GPU has been checked
     ],
 )
-def test_auto_takes_the_fastest_kernel_that_was_checked(gpu, head_dim, dtype, scale, name):
+def test_auto_takes_the_fastest_kernel_that_was_checked(gpu, head_dim, dtype, scale, name, caplog):
+    """One that is passed over for another is no news; where none is taken all are."""
+    dispatch._log_once.cache_clear()
     x = jax.ShapeDtypeStruct((1, 8, 2, head_dim), dtype)
     operands = x, x, x, None, Windows(4, 2, scale)
     with launch.compiling_for(gpu):
         assert choose("attention", "auto", api.CANDIDATES, *operands) is api.CANDIDATES[name].run
+    levels = [record.levelno for record in caplog.records]
+    assert levels == [logging.WARNING] * (2 if name == "xla" else 0)
+    text = "not been checked on a GPU of compute capability 100: name them"
+    assert (text in caplog.text) == (gpu == 100)
 
 
 def test_a_named_implementation_never_falls_back():

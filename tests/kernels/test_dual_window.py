@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,8 @@ from ttcd_kernels import dual_window_attention_with_lse, window_attention
 from ttcd_kernels.dual_window import xla
 from ttcd_kernels.dual_window.tiles import documents, visits
 from ttcd_kernels.windows import Windows
+
+from experiments.studies.kernels import definition
 
 
 def _inputs(B, T, S, N, K, H, dtype=None):
@@ -65,22 +66,22 @@ def test_results_and_gradients_are_those_of_the_definition(name, float64, monkey
     monkeypatch.setattr(xla, "_MAX_BLOCK", block)
     operands, cotangents = _inputs(2, T, S, N, K, 4)
     ids = np.sort(np.random.default_rng(3).integers(1, 4, (2, S)), axis=1)
-    options = {"segment_ids": jnp.asarray(ids) if has_documents else None}
-    windows = Windows(teacher or S, student or S, 0.7)
-    definition = partial(definitions.dual_window, windows=windows, **options)
-    options |= {"scale": 0.7}
+    ids = ids if has_documents else None
+    windows, arrays = Windows(teacher or S, student or S, 0.7), [*operands, *cotangents]
+    expected = definition.dual_window(*map(np.asarray, arrays), ids=ids, windows=windows)
+    options = {"segment_ids": None if ids is None else jnp.asarray(ids), "scale": 0.7}
 
     @jax.jit
-    def found_and_expected(operands, cotangents):
+    def run(operands, cotangents):
         reach = {"teacher_window": teacher, "student_window": student}
-        run = partial(_results_and_gradients, operands, cotangents, **reach, **options)
-        results, pull = jax.vjp(definition, *operands)
-        single = window_attention(*operands, window=student, **options)
-        expected = results, pull(cotangents)
-        found = [run(x) for x in (("xla", "lse") if name in IN_TWO_CALLS else ("xla",))]
-        return (found, single), ([expected] * len(found), results[1])
+        call = partial(_results_and_gradients, operands, cotangents, **reach, **options)
+        found = [call(x) for x in (("xla", "lse") if name in IN_TWO_CALLS else ("xla",))]
+        return found, window_attention(*operands, window=student, **options)
 
-    assert_close(*found_and_expected(operands, cotangents))
+    found, single = run(operands, cotangents)
+    for results, gradients in found:
+        assert_close((*results, *gradients), expected)
+    assert_close(single, expected[1])
 
 
 def test_bfloat16_multiplies_narrow_operands_into_float32():

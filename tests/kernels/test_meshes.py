@@ -1,4 +1,4 @@
-"""The kernels' calls as the compiler splits them on a mesh, with definitions in place of launches:
+"""The kernels' calls as the compiler splits them on a mesh, with other functions for the launches:
 JAX cannot run the interpreter's callback inside a partitioned call.
 
 Run as a program, the file prints what the tests compare: a mesh needs its own devices.
@@ -16,6 +16,7 @@ from devices import COLLECTIVES, printed
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import launch
 from ttcd_kernels.decode import triton_call as decode_call
+from ttcd_kernels.decode import xla as decode_xla
 from ttcd_kernels.dual_window import mosaic_call, triton_call
 from ttcd_kernels.windows import Windows
 
@@ -24,14 +25,14 @@ BATCH, HEADS = ("data",), ("data", None, "tensor")
 LAUNCHED = []  # shapes of queries and keys, the last time those of a device's part
 
 
-def _measured(mesh, function, specs, operands, definition=None):
+def _measured(mesh, function, specs, operands, whole=None):
     """Collectives and launch of the split program, the distance of its results from those of one
-    device or of a definition, and the shard of each."""
+    device, and the shard of each."""
     shardings = tuple(NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
     program = jax.jit(function, in_shardings=shardings).lower(*operands).compile()
     found = jax.tree.leaves(program(*jax.device_put(operands, shardings)))
     launched = LAUNCHED[-1]
-    expected = jax.tree.leaves(jax.jit(definition or function)(*operands))
+    expected = jax.tree.leaves(jax.jit(whole or function)(*operands))
     return {
         "launched": launched,
         "moves": [name for name in COLLECTIVES if name in program.as_text()],
@@ -77,10 +78,10 @@ def _dual_window(mesh):
     # The queries of a single kv head, which no device has alone.
     single = [HEADS, BATCH, BATCH, BATCH]
     alone = {"heads": (gradient, single), "in part": (in_part, single)}
-    found = {}
-    for kv_heads in (4, 2, 1):
+    found, as_many = {}, dict([*calls.items()][:2])
+    for kv_heads, chosen in ((4, as_many), (2, calls), (1, alone)):
         operands = _attention_operands(kv_heads)
-        for name, (function, specs) in (calls if kv_heads > 1 else alone).items():
+        for name, (function, specs) in chosen.items():
             found[f"{name} {kv_heads}"] = _measured(mesh, function, specs, operands, gradient)
     mosaic_call.launch_forward = lambda windows, *arrays: forward(windows, None, *arrays)
     attend = partial(mosaic_call.dual_window, windows=WINDOWS)
@@ -90,17 +91,16 @@ def _dual_window(mesh):
 def _decode(mesh):
     def launch_one(windows, _, *arrays):
         LAUNCHED.append([x.shape for x in arrays[:2]])
-        return definitions.decode(*arrays, windows)
+        return decode_xla._decode(windows, *arrays)
 
     decode_call._launch = launch_one
-    call, definition = (partial(f.decode, windows=WINDOWS) for f in (decode_call, definitions))
-    found = []
+    call, found = partial(decode_call.decode, windows=WINDOWS), []
     for kv_heads in (2, 4, 1):
         position = jnp.asarray([30, 11], jnp.int32)
         operands = *draw(0, (2, 4, 32), *[(2, 24, kv_heads, 32)] * 2), position
         cache = HEADS if kv_heads > 1 else BATCH
         specs = [("data", "tensor"), cache, cache, BATCH]
-        found.append(_measured(mesh, call, specs, operands, definition))
+        found.append(_measured(mesh, call, specs, operands))
     return found
 
 
@@ -114,7 +114,7 @@ def test_calls_split_batch_and_kv_heads_and_move_nothing_else():
         assert layout["launched"] == [out, keys]
         shards = [out, out, lse, lse, out, keys, keys]
         assert layout["shards"] == shards[: 4 if "mosaic" in name else 7]
-    assert len(attention) == 15
+    assert len(attention) == 11
     layout, *others = decode  # others: as many kv heads as queries, a single one
     assert layout["launched"] == [[1, 2, 32], [1, 24, 1, 32]]
     assert layout["moves"] == []

@@ -26,15 +26,11 @@ HALO, TURNED, PADDED = "257 of 301", "200, full/1", "131 of 333"
 DOCUMENTS, RING, BEGINNING = "257 of 301 documents", "300/100 H16/8", "300/1 H24"
 LONG = "2 x 514K"
 SEES = "visible = visible & (ids_q[None, :] == ids_k[:, None])"
+IN_ROW = " " * 12 + "position = row"
 LSE = "peak + tl.log2(total)) * LN2"
 # name: (case of check, file, what stands there, what is put there, ...)
 FAULTS = {
-    "sign of delta in dq": (
-        TURNED,
-        DUAL,
-        "(d_weight - delta[:, None])",
-        "(d_weight + delta[:, None])",
-    ),
+    "sign of delta in dq": (TURNED, DUAL, "(d_weight - delta[:", "(d_weight + delta[:"),
     "far edge": (TURNED, DUAL, "(distance < reach[1])", "(distance <= reach[1])"),
     "near edge": (TURNED, DUAL, "(distance >= reach[0])", "(distance > reach[0])"),
     "width in dk, dv": (TURNED, DUAL, "< width.to(tl.uint32)", "< (width - 1).to(tl.uint32)"),
@@ -58,29 +54,14 @@ FAULTS = {
         "shift = new_peak",
     ),
     "halo dropped in the forward and dq": (HALO, DUAL, "row < T, row + (S - T)", "row < T, row"),
-    "halo dropped in dk, dv": (
-        HALO,
-        DUAL,
-        "            position = row + (S - T)",
-        " " * 12 + "position = row",
-    ),
-    "sign of a negative scale": (
-        TURNED,
-        CALL,
-        "q = q * jnp.asarray(np.sign(scale), q.dtype)",
-        "pass",
-    ),
+    "halo dropped in dk, dv": (HALO, DUAL, f"{IN_ROW} + (S - T)", IN_ROW),
+    "sign of a negative scale": (TURNED, CALL, "jnp.asarray(np.sign(scale),", "jnp.asarray(1,"),
     "cotangents of lse ignored": (TURNED, RULES, " - d_teacher_lse", "", " - d_student_lse", ""),
     "rho = 1": (TURNED, RULES, "jnp.exp(student_lse - teacher_lse)", "jnp.ones_like(teacher_lse)"),
     "offsets of 32 bit": (LONG, DUAL, "(tl.cast(batch, tl.int64) * T + tile", "(batch * T + tile"),
     "lse + ln 2 in decode": (RING, MERGE, LSE, LSE.replace(")) *", ") + 1.0) *")),
     "ring off by one": (RING, MERGE, "slot < 0, slot + W, slot", "slot < 0, slot + W - 1, slot"),
-    "slot before the beginning": (
-        BEGINNING,
-        MERGE,
-        "minimum(stop, position + 1)",
-        "minimum(stop, position + 2)",
-    ),
+    "slot before the beginning": (BEGINNING, MERGE, "(stop, position + 1)", "(stop, position + 2)"),
     "last far slice dropped": (RING, MERGE, "else num_slices", "else num_slices - 1"),
 }
 

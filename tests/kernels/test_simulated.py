@@ -10,7 +10,6 @@ import re
 import sys
 from functools import partial
 
-import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +29,8 @@ from ttcd_kernels.dual_window.cotangents import with_gradients
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, Tile, Tuning, tuning_for
 from ttcd_kernels.windows import Windows
 
-from experiments.studies.kernels import programs
+from experiments.studies.kernels import definition, programs
+from experiments.studies.kernels.definition import NAMES
 
 # A case is a call of the kernels with a small tile, or (`is_public`) as users make it.
 DUAL = {"T": 40, "S": 40, "N": 2, "K": 1, "H": 32, "teacher": 16, "student": 8}
@@ -121,7 +121,6 @@ DECODE_BOUNDS = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
 # Of Mosaic a step of each dtype at 1: outputs are averages, of weights rounded once. Of gradients,
 # two at the largest.
 STEP = {"bfloat16": 2**-7, "float16": 2**-10}
-NAMES = ("teacher", "student", "teacher_lse", "student_lse", "dq", "dk", "dv")
 
 
 @pytest.fixture(scope="module")
@@ -175,12 +174,12 @@ def _dual_window(case):
         names, lengths = range(len(case["lengths"])), case["lengths"]
         ids = np.tile(np.repeat(names, lengths[::-1]), (B, 1))
         ids[0] = np.repeat(case.get("ids", names), lengths)
-    ids = None if ids is None else jnp.asarray(ids, jnp.int32)
     windows = Windows(case["teacher"] or S, case["student"], case.get("scale", H**-0.5))
-    static = {"segment_ids": ids, "windows": windows}
+    expected = partial(definition.dual_window, ids=ids, windows=windows)
+    ids = None if ids is None else jnp.asarray(ids, jnp.int32)
     tuning = Tuning(*[Tile(case.get("block_m", 16), case.get("block_n", 16), 4, 2)] * 3)
     triton_call.tuning_for = lambda *_: tuning
-    kernels = partial(triton_call.dual_window, **static)
+    kernels = partial(triton_call.dual_window, segment_ids=ids, windows=windows)
     if case.get("is_public"):
         triton_call.tuning_for = tuning_for
         kernels = partial(_public(case, dual_window_attention_with_lse), segment_ids=ids)
@@ -194,8 +193,7 @@ def _dual_window(case):
         forward, backward = (partial(x, windows, **options) for x in launches)
         kernels = jax.jit(lambda *qkv: with_gradients(forward, backward, *qkv, ids))
     cotangents = d_teacher, d_student, *draw(2, lse, lse, dtype="float32")
-    cotangents = cotangents if case.get("has_gradients", True) else ()
-    return kernels, partial(definitions.dual_window, **static), operands, cotangents
+    return kernels, expected, operands, cotangents
 
 
 def _decode(case):
@@ -211,7 +209,7 @@ def _decode(case):
         decode_call.tuning_for = decode_tuning.tuning_for
         kernels = _public(case, decode_attention_with_lse)
     operands.append(jnp.asarray(case["positions"], jnp.int32))
-    return kernels, partial(definitions.decode, windows=windows), operands, ()
+    return kernels, partial(definition.decode, windows=windows), operands, ()
 
 
 def _public(case, call):
@@ -220,46 +218,38 @@ def _public(case, call):
 
 
 def _errors(case):
-    """By result and gradient, against the definition in float64 on the same (rounded) operands,
-    under vmap with the definition under vmap."""
-    call, definition, operands, cotangents = (_dual_window if "T" in case else _decode)(case)
-    transform = case.get("transform", "")
+    """By result and gradient, against the definition in float64 on the same (rounded) operands, of
+    each row of a vmap."""
+    call, define, operands, cotangents = (_dual_window if "T" in case else _decode)(case)
+    transform, given, n = case.get("transform", ""), [*operands, *cotangents], len(operands)
+    rows = [given]
     if transform.startswith("vmap"):
-        axes = [None if "shared" in transform and i in (1, 2) else 0 for i in range(len(operands))]
-        call, definition = jax.vmap(call, axes), jax.vmap(definition, axes)
-        two = [jnp.stack([jnp.roll(x, 1, 0), x]) for x in operands]
-        operands = [x if a is None else y for x, y, a in zip(operands, two, axes, strict=True)]
-        cotangents = [jnp.stack([jnp.roll(x, 1, 0), x]) for x in cotangents]
+        axes = [None if "shared" in transform and i in (1, 2) else 0 for i in range(len(given))]
+        pairs = [*zip(given, axes, strict=True)]
+        rows.insert(0, [x if a is None else jnp.roll(x, 1, 0) for x, a in pairs])
+        given = [x if a is None else jnp.stack([jnp.roll(x, 1, 0), x]) for x, a in pairs]
+        call = jax.vmap(call, axes[:n])
     call = {"jit": jax.jit, "remat": jax.checkpoint}.get(transform, lambda call: call)(call)
-
-    def run(function, operands, cotangents):
-        if not cotangents:
-            return function(*operands)
-        results, pull = jax.vjp(function, *operands)
-        return *results, *pull(tuple(cotangents))
-
-    found = run(call, operands, cotangents)
-    arrays = jax.tree.map(
-        lambda x: x.astype(float) if x.dtype != jnp.int32 else x, (operands, cotangents)
-    )
-    expected = jax.jit(partial(run, definition))(*arrays)
+    if cotangents and case.get("has_gradients", True):
+        results, pull = jax.vjp(call, *given[:n])
+        found = *results, *pull(tuple(given[n:]))
+    else:
+        found = call(*given[:n])
     dtype = operands[0].dtype
     assert [x.dtype for x in found] == [dtype] * 2 + ["float32"] * 2 + [dtype] * (len(found) - 4)
+    wide = [[np.asarray(x, None if x.dtype == "int32" else float) for x in row] for row in rows]
+    expected = [np.stack(x) for x in zip(*(define(*row) for row in wide), strict=True)]
     if cotangents:
         assert all(np.isfinite(x).all() for x in expected)
-    return {name: _error(x, y) for name, x, y in zip(NAMES, found, expected, strict=False)}
+    named = zip(NAMES, found, expected, strict=False)
+    return {name: _errors_of(x, y.reshape(x.shape)) for name, x, y in named}
 
 
-def _error(found, expected):
-    """(max |a - b| / max |b|, max |a - b|) of two arrays; infinities, the log-sum-exps of rows that
-    see nothing, must be at the same places. In NumPy: XLA's maximum on a CPU may pass over a NaN in
-    bfloat16."""
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    assert found.shape == expected.shape
-    both = np.isneginf(found) & np.isneginf(expected)
-    found, expected = np.where(both, 0, found), np.where(both, 0, expected)
-    error = float(np.abs(found - expected).max())
-    return error / float(np.abs(expected).max()), error
+def _errors_of(found, expected):
+    """(max |a - b| / max |b|, max |a - b|), equal infinities, the log-sum-exps of rows that see
+    nothing, apart."""
+    relative = programs.relative_error(np.asarray(found), expected)
+    return relative, relative * float(np.abs(expected[np.isfinite(expected)]).max())
 
 
 def _conv(case):
@@ -296,7 +286,7 @@ def _conv(case):
 
     results, gradients = jax.device_get(found(operands, exact, cotangents))
     ulps = [[int(programs.ulps(*x).max()) for x in zip(*pair, strict=True)] for pair in results]
-    return *ulps, *(_error(*pair)[0] for pair in zip(*gradients, strict=True))
+    return *ulps, *map(programs.relative_error, *gradients)
 
 
 def _shapes(length, num_heads, num_kv_heads, head_dim, dtype=jnp.bfloat16):

@@ -1,5 +1,5 @@
-"""The tools of kernels without a GPU: `bench` at tiny shapes, the definition, what `check`
-compares, tables."""
+"""The tools of kernels without a GPU: times of tiny shapes, the definition, what `check` compares,
+tables."""
 
 import itertools
 import json
@@ -16,19 +16,11 @@ from ttcd_kernels import launch, measure
 from ttcd_kernels.table import format_table, write_json
 
 from experiments.studies.kernels import __main__ as hour
-from experiments.studies.kernels import (
-    attention,
-    bench,
-    check,
-    convolution,
-    programs,
-)
+from experiments.studies.kernels import attention, bench, check, convolution, programs
 from experiments.studies.kernels import decoding as decode
 from experiments.studies.kernels.attention import SHAPES, Case
 
-TINY = ["--op", "dual_window", "--shapes", "tiny"]
 ODD = Case("29 of 40, 13/6 H2/1 D8", 29, 2, 1, 8, 13, 6, num_keys=40, dtype="float32")
-OURS = ("xla", "lse", "xla two calls")
 NOTES = {
     "peer": "failed: NotImplementedError: head dim 8 is too small",
     "sign": r"failed: error \d.* of d., allowed 1e-05",
@@ -37,17 +29,13 @@ NOTES = {
 }
 
 
-@pytest.fixture
-def wrong(monkeypatch):
-    """One shape to time, two to compare; in float32, beside XLA's programs, a peer that refuses the
-    shape, and XLA's attention with a fault: the sign of one gradient, a row that is not a number,
-    other bits in every run."""
-    monkeypatch.setitem(SHAPES, "tiny", SHAPES["tiny"][:1])
-    monkeypatch.setitem(SHAPES, "parity", (ODD, ODD._replace(dtype="bfloat16")))
-    implementations, noise = attention.implementations, itertools.cycle((0.0, 1e-6))
+def refuses(*operands):
+    raise NotImplementedError("head dim 8 is too small\nfor this peer")
 
-    def refuses(*operands):
-        raise NotImplementedError("head dim 8 is too small\nfor this peer")
+
+def test_a_comparison_finds_what_is_wrong(monkeypatch):
+    """The sign of one gradient, a row that is not a number, other bits in every run."""
+    sound, noise = attention.implementations(ODD), itertools.cycle((0.0, 1e-6))
 
     def noisy(x):
         return x + jax.pure_callback(lambda: np.float32(next(noise)), jnp.float32(0))
@@ -58,71 +46,45 @@ def wrong(monkeypatch):
         "noise": noisy,
     }
 
-    def faulty(fault, attend, *qkv):
-        teacher, *others = attend(*qkv)
+    def faulty(fault, *qkv):
+        teacher, *others = sound["xla"](*qkv)
         return fault(teacher), *others
 
-    def with_faults(case):
-        found = {"peer": refuses, **implementations(case)}
-        for name, fault in faults.items():
-            found[name] = partial(faulty, fault, found["xla"])
-        return found if case.dtype == "float32" else implementations(case)
-
-    monkeypatch.setattr(attention, "implementations", with_faults)
-    monkeypatch.setattr(attention, "PEERS", ("peer",))
-
-
-def test_the_report_names_machine_shapes_and_every_measurement(wrong, tmp_path, capsys):
-    """A peer may refuse; a kernel of ours that is wrong fails the command, after all is measured
-    and written."""
-    file, notes = tmp_path / "report.json", {"xla": "", "lse": ""} | NOTES
-    with pytest.raises(SystemExit, match="failed: sign, row, noise; the notes above say why"):
-        bench.main([*TINY, "--output", str(file)])
-    report = json.loads(file.read_text())
-    assert {"device", "jax", "jaxlib", "commit"} <= report["environment"].keys()
-    report |= report["ops"]["dual_window"]
-    assert [shape["name"] for shape in report["shapes"]] == [case.name for case in SHAPES["tiny"]]
-    rows, compared = report["rows"], report["parity"]
-    assert [row["implementation"] for row in rows] == 2 * ["peer", *OURS, "sign", "row", "noise"]
-    assert [row["note"] for row in rows if row["time ms"] is None] == [NOTES["peer"]] * 2
-    rows = [row for row in rows if row["implementation"] != "peer"]
-    assert all(row["time ms"] > 0 and row["temp MiB"] > 0 and not row["note"] for row in rows)
-    assert all(row["% of floor"] > 0 for row in rows)
-    assert all(row["/ xla"] == 1 for row in rows if row["implementation"] == "xla")
+    wrong = {"peer": refuses} | {name: partial(faulty, x) for name, x in faults.items()}
     # Operands are rounded, what they are compared with is not: a step or two of the dtype.
-    bounds = {"float32": 3e-6, "bfloat16": 3e-2}
-    for row in compared:
-        assert re.fullmatch(notes[row["implementation"]], row["note"]), row
-        assert row["note"] or row["max rel. error"] < bounds[row["dtype"]]
-    assert {row["implementation"] for row in compared} == notes.keys()
-    assert {row["dtype"] for row in compared} == bounds.keys()
-    printed = capsys.readouterr().out
-    assert all(case.name in printed for case in SHAPES["tiny"])
+    for dtype, bound, more in (("float32", 3e-6, wrong), ("bfloat16", 3e-2, {})):
+        monkeypatch.setattr(attention, "implementations", lambda case, more=more: sound | more)
+        rows = programs.compare(attention, ODD._replace(dtype=dtype))
+        assert [row["implementation"] for row in rows] == ["xla", "lse", *more]  # all results
+        for row in rows:
+            assert re.fullmatch(NOTES.get(row["implementation"], ""), row["note"]), row
+            assert row["note"] or row["max rel. error"] < bound
 
 
-def test_some_implementations_are_timed_without_a_comparison(wrong, monkeypatch, tmp_path):
-    file = tmp_path / "report.json"
-    arguments = [*TINY, "--times_only", "--output", str(file), "--implementation"]
-    bench.main([*arguments, "xla two calls", "peer"])
-    report = json.loads(file.read_text())["ops"]["dual_window"]
-    assert report["parity"] == []
-    assert [row["implementation"] for row in report["rows"]] == ["peer", "xla two calls"] * 2
-    assert all(row["/ xla"] is None for row in report["rows"])
-    monkeypatch.setattr(attention, "PEERS", ())
-    for names, message in (
-        (["peer", "xla"], "failed: peer; the notes above say why"),
-        (["a", "b"], "nothing to time: no implementation a, b here"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            bench.main([*arguments, *names])
-
-
-def test_what_does_not_fit_is_compiled_only_and_says_so(monkeypatch):
+def test_times_are_those_of_both_directions_and_over_xlas(monkeypatch):
+    """Of what refuses, was lost or does not fit a note."""
+    case = SHAPES["tiny"][0]
+    sound = {x: attention.implementations(case)[x] for x in ("xla", "xla two calls")}
+    everything = sound | {"cudnn": refuses, "other": refuses}
+    monkeypatch.setattr(attention, "implementations", lambda case: everything)
+    names = {"op": ["dual_window"], "shapes": "tiny", "case": [case.name], "implementation": sound}
+    jobs = bench.jobs(Namespace(**names))
+    assert [job.implementation for job in jobs] == [*sound, "cudnn"]
+    rows = [job._asdict() | bench.measured(job) for job in jobs]
+    lost = jobs[0]._replace(implementation="lost")._asdict() | {"note": "failed: no result"}
+    table = bench.shown([*rows, lost])
+    assert [row["pass"] for row in table] == ["forward", "fwd + bwd"] * 3 + [""]
+    for row in table[:4]:
+        assert row["note"] == ""
+        assert all(row[x] > 0 for x in ("time ms", "Tflop/s", "TB/s", "% of floor", "temp MiB"))
+        assert row["/ xla"] == row["time ms"] / table[row["pass"] != "forward"]["time ms"]
+    assert [row["note"] for row in table[4:]] == [NOTES["peer"]] * 2 + ["failed: no result"]
+    assert all(row.get("time ms") is row["/ xla"] is None for row in table[4:])
     monkeypatch.setattr(measure, "usable_bytes", lambda: 1000)
-    ceilings = measure.Ceilings(1e9, 1e9)
-    rows = bench.timed(attention, SHAPES["tiny"][0], ceilings)
-    assert all(row["time ms"] is row["/ xla"] is None and row["temp MiB"] > 0 for row in rows)
-    assert all("memory only: does not fit" in row["note"] for row in rows)
+    for row in bench.shown([jobs[0]._asdict() | bench.measured(jobs[0])]):
+        assert row["time ms"] is row["/ xla"] is None
+        assert row["temp MiB"] > 0
+        assert "memory only: does not fit" in row["note"]
 
 
 def test_programs_take_turns():
@@ -139,16 +101,15 @@ def test_the_work_of_a_token_counts_both_products_and_each_key_once():
     assert decode.work(case, "forward") == (4 * 8 * 16 * 128 * 8192, moved)
 
 
-@pytest.mark.parametrize("command", [bench, hour])
 @pytest.mark.parametrize("error", [RuntimeError("no backend 'x'\nmore"), AssertionError()])
-def test_a_platform_that_is_not_there_is_one_line(monkeypatch, capsys, command, error):
+def test_a_platform_that_is_not_there_is_one_line(monkeypatch, capsys, error):
     def devices():
         raise error
 
     monkeypatch.setattr(jax, "devices", devices)
     monkeypatch.setenv("JAX_PLATFORMS", "x")
     with pytest.raises(SystemExit, match=r"^2$"):
-        command.main([])
+        hour.main([])
     line = capsys.readouterr().err
     assert re.fullmatch(
         r"error: JAX_PLATFORMS=x: (no backend 'x'|no such device): unset it\n", line
@@ -156,25 +117,24 @@ def test_a_platform_that_is_not_there_is_one_line(monkeypatch, capsys, command, 
 
 
 @pytest.mark.parametrize(
-    ("command", "line", "words"),
+    ("line", "words"),
     [
-        (bench, "--op none", "--op"),
-        (bench, "--shapes huge", "--shapes"),
-        (bench, "--output /no/x", "--output: no folder /no"),
-        (bench, "--case x", "--case: no 'x' in tiny; it has 64 tokens, 16/8, 48"),
-        (bench, "--shapes paper", "there is no NVIDIA GPU"),
-        (bench, "--implementation triton", "there is no NVIDIA GPU"),
-        (hour, "", "there is no NVIDIA GPU"),
-        (hour, "--implementation xla", "there is no NVIDIA GPU"),  # of the paper's shapes
-        (hour, "--steps tiles --shapes tiny", "there is no NVIDIA GPU"),
-        (hour, "--steps check", "there is no NVIDIA GPU"),
+        ("--op none", "--op"),
+        ("--shapes huge", "--shapes"),
+        ("--output /no/x", "--output: no folder /no"),
+        ("--shapes tiny --case x", "--case: no 'x' in tiny; it has 64 tokens, 16/8, 48"),
+        ("", "there is no NVIDIA GPU"),
+        ("--implementation xla", "there is no NVIDIA GPU"),  # of the paper's shapes
+        ("--implementation xla --shapes more", "there is no NVIDIA GPU"),
+        ("--steps tiles --shapes tiny", "there is no NVIDIA GPU"),
+        ("--steps check", "there is no NVIDIA GPU"),
     ],
 )
-def test_what_cannot_be_done_is_refused_at_once(command, line, words, capsys):
+def test_what_cannot_be_done_is_refused_at_once(line, words, capsys):
     if "GPU" in words and jax.default_backend() == "gpu":
         pytest.skip("this machine has a GPU")
     with pytest.raises(SystemExit, match=r"^2$"):
-        command.main(line.split())
+        hour.main(line.split())
     assert words in capsys.readouterr().err
 
 

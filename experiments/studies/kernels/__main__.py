@@ -13,33 +13,36 @@ of each kernel (tiles). Where the minutes end first the status is 75, and the sa
 import argparse
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+from ttcd_kernels import launch
 from ttcd_kernels.measure import Row
 from ttcd_kernels.table import format_table
 
 from experiments.studies.kernels import bench, cases, check, profile, programs, tune
-from experiments.studies.kernels.cases import GPU_KERNELS, OPS
+from experiments.studies.kernels.cases import FOR_GPU, GPU_KERNELS, OPS, PEERS
 from experiments.studies.kernels.runner import PROGRAM, Job, Store
 
-# Of the paper: what everything else depends on, and the 760M model's.
-_CASES = (
-    "64K 8192/4096 H16/8 D128",
-    "760M: 32K 2048/1024 H24 D64",
-    "B8 8192/4096 H16/8 D128",
-    "760M: 32 x 1024 F4096, 5 taps",
-)
 _MODELS = ("ipttcd_760m.gin", "swa_760m.gin")
 _LATER = 75  # what is measured is saved: run it again
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = cases.parser_of("A GPU's first half hour.", "paper", GPU_KERNELS)
+    parser = ArgumentParser(description="A GPU's first half hour.", allow_abbrev=False)
+    parser.add_argument("--op", choices=OPS, nargs="+", default=[*OPS], help="kernels of these ops")
+    parser.add_argument("--implementation", nargs="+", default=[*GPU_KERNELS], help="which")
+    parser.add_argument("--output", "--json", type=Path, help="the report, written as it grows")
+    sets = ("tiny", "cpu", *FOR_GPU)
+    parser.add_argument("--shapes", choices=sets, default="paper", help="a set of shapes to time")
+    parser.add_argument("--case", nargs="+", default=[], help="names in the set")
     parser.add_argument("--minutes", type=float, default=math.inf, help="none is started after")
     parser.add_argument("--timeout", type=float, help="seconds of a process (default: by step)")
     parser.add_argument("--steps", choices=STEPS, nargs="+", default=[*STEPS], help="which")
@@ -48,10 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.job:  # no device is touched but by the job
         print(json.dumps(STEPS[options.job[0]].measured(Job(*options.job))))
         return
-    cases.parsed(parser, options, options.steps != ["check"])
+    _check(parser, options)
     store, lines = Store(parser, options.output, options.minutes), []
-    if options.shapes == "paper":
-        options.case = options.case or [*_CASES]
     jobs = {name: STEPS[name].jobs(options) for name in options.steps}
     for name, wanted in jobs.items():
         step = STEPS[name]
@@ -70,12 +71,34 @@ def main(arguments: list[str] | None = None) -> None:
     if left := sum(job not in store for job in wanted):
         print(f"{left} of {len(wanted)} are left: the same command goes on")
         raise SystemExit(_LATER)
-    peers = tuple(name for op in OPS.values() for name in op.PEERS)
-    ours = [x for x in wanted if x.step != "tiles" and not x.implementation.startswith(peers)]
+    ours = [x for x in wanted if x.step != "tiles" and not x.implementation.startswith(PEERS)]
     failed = sum(store[job]["note"].startswith(programs.FAILED) for job in ours)
     if failed:
         raise SystemExit(f"{failed} of {len(wanted)} failed; the notes above say why")
     print(f"all {len(wanted)} done")
+
+
+def _check(parser: ArgumentParser, options: Namespace) -> None:
+    """Ends the command with status 2 where JAX finds no device or refuses its variables, and where
+    there is no GPU for kernels, or to time shapes, that need one: no time of a CPU gets their
+    names. The processes of a command share a GPU."""
+    known = [case.name for op in options.op for case in OPS[op].SHAPES[options.shapes]]
+    for name in options.case:
+        if name not in known:
+            parser.error(f"--case: no {name!r} in {options.shapes}; it has {', '.join(known)}")
+    if options.output is not None and not options.output.parent.is_dir():
+        parser.error(f"--output: no folder {options.output.parent}; create it first")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError, ValueError) as error:
+        chosen, cause = os.environ.get("JAX_PLATFORMS"), str(error) or "no such device"
+        print(f"error: JAX_PLATFORMS={chosen}: {cause.splitlines()[0]}: unset it", file=sys.stderr)
+        raise SystemExit(2) from None
+    is_timed = options.steps != ["check"] and options.shapes in FOR_GPU
+    is_for_gpu = is_timed or {*options.implementation} & {*GPU_KERNELS}
+    if is_for_gpu and (reason := launch.unavailable()):
+        parser.error(reason)
 
 
 def _shown(rows: Sequence[Row]) -> list[Row]:
@@ -115,7 +138,7 @@ def _memcheck(job: Job) -> Row:
 
 def _model_jobs(options: Namespace) -> list[Job]:
     """Both models, by each implementation that trains and by XLA."""
-    names = _MODELS if options.shapes == "paper" else ("recall.gin", "recall_swa.gin")
+    names = _MODELS if options.shapes in FOR_GPU else ("recall.gin", "recall_swa.gin")
     ways = dict.fromkeys((*options.implementation, "xla"))
     return [Job("step", "", gin, implementation=way) for way in ways for gin in names]
 
@@ -159,14 +182,11 @@ def _profiled(rows: Sequence[Row]) -> list[Row]:
 
 STEPS = {
     "check": Step(check.jobs, check.measured, 120, cases.at_once, _shown, check.advice),
-    "times": Step(bench.jobs, bench.measured, 240, cases.at_once),
+    "times": Step(bench.jobs, bench.measured, 240, cases.at_once, bench.shown),
     "memcheck": Step(_memcheck_jobs, _memcheck, 240, lambda job: 4),
     "step": Step(_model_jobs, _model_step, 300, lambda job: 4),
     "profile": Step(_profile_jobs, _profile, 300, shown=_profiled),
-    "tiles": Step(
-        *(tune.jobs, tune.measured, 300, cases.at_once, tune.ranked),
-        lambda rows: tune.advice({"rows": rows}),
-    ),
+    "tiles": Step(tune.jobs, tune.measured, 300, cases.at_once, tune.ranked, tune.advice),
 }
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from ttcd_kernels import launch, short_conv_call, short_conv_residual
 from experiments.studies.kernels import definition
 from experiments.studies.kernels.programs import Work
 
-PEERS = ()
 INPUTS = 4  # z of teacher and student, taps of both
 NAMES = (
     "difference",
@@ -59,7 +58,7 @@ SHAPES: dict[str, tuple[Case, ...]] = {
     "tiny": (Case("2 x 3 x 16 F8, 3 taps", 2, 3, 16, 8, 3, dtype="float32", rounds=3),),
     "cpu": (Case("4 x 256 F1408, 5 taps", 1, 4, 256, 1408, dtype="float32", rounds=3),),
     "paper": (Case("760M: 32 x 1024 F4096, 5 taps", 1, 32, 1024, 4096),),
-    "parity": tuple(case._replace(dtype="float32") for case in _CHECK),
+    "more": (),
     "check": tuple(
         case._replace(name=case.name + " documents" * ids, dtype=dtype, has_documents=ids)
         for case, dtype, ids in itertools.product(_CHECK, launch.DTYPES, (False, True))
@@ -74,10 +73,6 @@ def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
         jax.ShapeDtypeStruct(x, case.dtype) for x in (shape, (case.num_taps, case.num_features))
     )
     return [z, z, taps, taps, z, z, z]
-
-
-def compared(case: Case, arrays: Sequence[Any]) -> list[Any]:
-    return [*arrays]
 
 
 def expected(case: Case, operands: Sequence[jax.Array]) -> dict[str, np.ndarray]:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from ttcd_kernels.measure import Row
 
+from experiments.studies.kernels.bench import UNIT
 from experiments.studies.kernels.programs import FAILED
 from experiments.studies.kernels.runner import Job, job_of
 
-_UNIT = " time ms"
 _HIDDEN = (*Job._fields, "surroundings", "note")
 
 
@@ -23,13 +23,10 @@ def rows_of(report: Row) -> list[Row]:
     """The first line of a file of records, and its rows. The last counts of a job
     measured again."""
     rows = list({job_of(row): row for row in report["rows"]}.values())
-    seen = {row["surroundings"] for row in rows}
-    here = [facts for digest, facts in report["surroundings"].items() if digest in seen]
+    first, *_ = report["surroundings"].values()
     steps = dict.fromkeys(row["step"] for row in rows)
     head = {"command": f"python -m experiments.kernels --steps {' '.join(steps)}"}
-    for name in ("commit", "device"):
-        head[name] = ", ".join(dict.fromkeys(str(facts[name]) for facts in here))
-    head["on"] = f"jax {here[0]['jax']}, triton {here[0]['triton']}"
+    head |= report["environment"] | {"on": f"jax {first['jax']}, triton {first['triton']}"}
     groups: dict[str, list[Row]] = {}
     for row in rows:
         where = row["op"] or row["case"]
@@ -46,8 +43,8 @@ def _fields(rows: list[Row]) -> Iterator[tuple[str, object]]:
         return
     for row in good:
         for name, value in row.items():
-            if name.endswith(_UNIT) and value is not None:
-                yield f"{row['case']} {name.removesuffix(_UNIT)}", value
+            if name.endswith(UNIT) and value is not None:
+                yield f"{row['case']} {name.removesuffix(UNIT)}", value
             elif rows[0]["step"] != "times" and name not in _HIDDEN:
                 yield name, value
 

@@ -1,7 +1,8 @@
 """A job in a process of its own, with a limit and a row in a file of JSON: the same command goes on
 from the file, tries again what crashed or hung, and everything after a change of surroundings.
 
-    {"surroundings": {DIGEST: {device, versions, ...}}, "rows": [{*JOB, DIGEST, ...}]}
+    {"environment": {device, commit}, "surroundings": {DIGEST: {device, versions, ...}},
+     "rows": [{*JOB, DIGEST, ...}]}
 """
 
 import concurrent.futures
@@ -101,11 +102,19 @@ class Store(dict[Job, Row]):
                 for future in concurrent.futures.as_completed(futures):
                     if (row := future.result()) is not None:
                         self[job_of(row)] = row | {"surroundings": self._digest}
-                        rows = [*self._others, *self.values()]
-                        write_json({"surroundings": self._seen, "rows": rows}, self._file)
+                        self.write()
                         yield row
             finally:
                 pool.shutdown(cancel_futures=True)
+
+    def write(self) -> None:
+        """The file, with the devices and commits of all rows."""
+        all_of = {
+            name: ", ".join(dict.fromkeys(str(facts.get(name)) for facts in self._seen.values()))
+            for name in ("device", "commit")
+        }
+        report = {"environment": all_of, "surroundings": self._seen}
+        write_json(report | {"rows": [*self._others, *self.values()]}, self._file)
 
     def _row(self, job: Job, seconds: float) -> Row | None:
         left = self._until - time.monotonic()

@@ -22,7 +22,6 @@ from experiments.studies.kernels.cases import OPS
 from experiments.studies.kernels.runner import Job
 
 TABLE = "the table's"
-_COUNTS = ("registers", "spill_bytes")  # in reports with machine code (tests/machine_code)
 _GAIN = 0.97  # of the table's time: less is not noise
 _TIMING = 30  # seconds after which a launch hangs
 
@@ -82,18 +81,17 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
     return [
         {"case": row["case"], "kernel": row["implementation"], "tile": row["tile"]}
         | {"time ms": row.get("ms"), "/ table": over(row.get("ms"), base), "note": row["note"]}
-        | {x: row.get(x) for x in _COUNTS}
         for base, group in _by_kernel(rows)
         for row in group
     ]
 
 
-def advice(report: Row) -> list[str]:
-    """What to change in the tables of tiles, by the `rows` of a report."""
+def advice(rows: Sequence[Row]) -> list[str]:
+    """What to change in the tables of tiles."""
     return [
         f"{best['op']}/tuning.py: {best['implementation']} = Tile({best['tile']}) takes "
         f"{best['ms'] / base:.2f} of the table's time for {best['case']}"
-        for base, (best, *_) in _by_kernel(report["rows"])
+        for base, (best, *_) in _by_kernel(rows)
         if base is not None and best["ms"] < _GAIN * base
     ]
 

@@ -36,7 +36,7 @@ def write_report(
             raise UserError(f"nothing was measured in {path}: train it, or run ttcd evaluate first")
     runs = [page.Run(*x) for x in zip(results, others, strict=True)]
     tables = [_sweep(path, output / f"mad_{i}.svg") for i, path in enumerate(sweeps)]
-    tables += (section for path in files for section in _tables(path))
+    tables += map(_table, files)
     options = {"between": between, "others": tables, "next_steps": next_steps}
     return page.write_report(output / "index.html", runs, results, output, **options)
 
@@ -54,20 +54,12 @@ def _sweep(path: Path, picture: Path) -> Section:
     return sweep_section(path, picture)
 
 
-def _tables(path: Path) -> list[Section]:
-    """The tables in a file that a benchmark, a check of kernels or `experiments.proposition` has
-    written, each with its device and commit. Raises `DataError` for a file without any."""
+def _table(path: Path) -> Section:
+    """The table in a file that a benchmark, a check of kernels or `experiments.proposition` has
+    written, with device and commit. Raises `DataError` for a file without any."""
     report = read_json(path)
-    where, ops = report.get("environment"), report.get("ops")
-    parts = {"": report} | (ops if isinstance(ops, dict) else {})
-    found = {
-        " ".join(filter(None, (path.stem, name, kind))): rows
-        for name, part in parts.items()
-        for kind in ("parity", "rows")
-        if isinstance(part, dict) and isinstance(rows := part.get(kind), list) and rows
-    }
-    rows = [row for table in found.values() for row in table]
+    where, rows = report.get("environment"), report.get("rows")
+    rows = rows if isinstance(rows, list) else []
     if not rows or not all(isinstance(row, dict) for row in (*rows, where)):
         raise DataError(f"{path} is no report of a benchmark: it has no rows and environment")
-    suffix = f"({where.get('device')}, {where.get('commit')})"
-    return [Section(f"{title} {suffix}", rows) for title, rows in found.items()]
+    return Section(f"{path.stem} rows ({where.get('device')}, {where.get('commit')})", rows)
