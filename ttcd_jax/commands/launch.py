@@ -6,6 +6,7 @@ run.
                 [--dry_run | --rehearse [--topology=h100x64]]
                 [--distributed=slurm] [--hang_seconds=60]
                 [--profile=START:STOP] [--compile_cache=DIR]
+    ttcd plan --gin=quickstart.gin       parameters, bytes, FLOPs (launch --dry_run)
 
 SIGTERM, SIGHUP or Ctrl-C finishes the step, saves, and exits with status 75: the same command
 resumes, on any number of devices. A second Ctrl-C exits at once. SIGUSR1 saves after the step,
