@@ -49,7 +49,7 @@ quickstart: .venv ## train and evaluate on text and on evidence, make the page (
 	  --next='the page: open $(RUNS)/index.html' \
 	  --next='your own text: .venv/bin/python -m experiments.launch --gin=text.gin --param="TEXT='"'FOLDER'"'"' \
 	  --next='the same at another length: $(EVALUATE) --run_dir=$(RUNS)/text --task=ppl --seq_len=2048' \
-	  --next='what a run costs before it starts: $(LAUNCH) --gin=quickstart.gin --dry_run' \
+	  --next='what a run costs before it starts: $(LAUNCH) --gin=quickstart.gin --dry_run --run_dir=runs/next' \
 	  --next='curves: metrics.jsonl and tensorboard/ in every run directory'
 
 # SmolLM2-135M-Instruct (Apache-2.0), 93 MB.

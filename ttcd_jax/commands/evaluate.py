@@ -1,28 +1,31 @@
 """Evaluates a run directory and writes JSON, CSV and a picture into it.
 
-    ttcd evaluate --run_dir=DIR --task=ppl [--text=PATH] [--seq_len=N] [--step=N]
-    ttcd evaluate --run_dir=DIR --task=final_block|position|recurrence
-                  [--text=PATH | --manifest=FILE]
-    ttcd evaluate --run_dir=DIR --task=evidence|recall|needle
-                  [--mesh=data=2,seq=2] [--distributed=slurm]
+    ttcd evaluate --run_dir=DIR --task=NAME [--text=PATH] [--step=N] [--OPTION=VALUE ...]
                   [--param=TransformerConfig.window=8192 ...] [--label=NAME]
+                  [--mesh=data=2,seq=2] [--distributed=slurm]
+    ttcd evaluate --task=NAME --help       the options of a task
 
-ppl: perplexity and bits per byte by context length, on the held-out part of the run's corpus or on
-any text file or folder. final_block: perplexity of the last tokens of documents by the length of
-the context before them, as published; position: loss by position; recurrence: loss on tokens that
-complete an n-gram seen before. ruler: the 13 tasks of RULER. babilong: BABILong's qa1 to qa5.
-harness: tasks of lm-evaluation-harness, such as --tasks=hellaswag,mmlu with --data=FOLDER. recall:
-and evidence: accuracy by the distance to the value, for runs on such data. needle: that of
-values in the prompt, queried after --distances=16,512 decoded tokens, with the memory kept on while
-decoding and, as in the published code, off, or after tokens read in one pass (--by=prefill). In the
-others a method with a memory is measured with its fast weights on and off (eta = 0). Every task is
-a file in ttcd_jax/tasks with its options and --batch_size=N; docs/evaluation.md describes them.
+Of runs on text:
+    ppl           perplexity and bits per byte by the length of the context
+    final_block   perplexity of the last tokens of documents, by the context before them
+    position      loss by position
+    recurrence    loss on tokens that complete an n-gram seen before
+    ruler, babilong, harness   RULER, BABILong, tasks of lm-evaluation-harness
+    gap, stream   what a shorter window misses, and what a memory gives back; nothing is trained
+Of runs on evidence or recall:
+    evidence, recall   accuracy by the distance to the value
+    needle        accuracy after --distances=16,512 decoded tokens, or read ones (--by=prefill)
+Of memories:
+    controls      loss with the memory off, of another document, with shuffled keys, without a gap
+    distillation  how far the student is from the teacher, with the memory and without
 
---param changes settings of the model without parameters, as the window or YaRN, and options of the
-task (--param='Perplexity.seq_len=512' is --seq_len=512). Results go to eval/TASK in the run, those
-of a changed or labelled model to a separate folder next to it; an interrupted evaluation goes on,
-and what was measured is not measured again.
-All devices are used; of several processes the first prints and writes.
+Text is the held-out part of the run's corpus, unless --text names other. A model with a memory is
+measured with its fast weights on and off (eta = 0). docs/evaluation.md describes every task.
+
+--param changes what needs no other parameters: windows, YaRN, options of the task
+(--param='Perplexity.seq_len=512' is --seq_len=512). Results go to eval/TASK in the run, those of a
+changed or labelled model to a folder next to it. An interrupted evaluation goes on; what was
+measured is not measured again. All devices are used; of several processes the first writes.
 """
 
 from absl import flags

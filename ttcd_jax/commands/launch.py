@@ -6,6 +6,7 @@ run.
                 [--dry_run | --rehearse [--topology=h100x64]]
                 [--distributed=slurm] [--hang_seconds=60]
                 [--profile=START:STOP] [--compile_cache=DIR]
+    ttcd plan --gin=quickstart.gin       parameters, bytes, FLOPs (launch --dry_run)
 
 SIGTERM, SIGHUP or Ctrl-C finishes the step, saves, and exits with status 75: the same command
 resumes, on any number of devices. A second Ctrl-C exits at once. SIGUSR1 saves after the step,
@@ -125,7 +126,8 @@ def _plan(config: Any, run_dir: Any) -> None:
         Rehearsal(config, run_dir, target, FLAGS.change).run()
         return
     try:
-        training.check(config, run_dir)
+        is_named = FLAGS.run_dir is not None or run_dir.is_claimed
+        training.check(config, run_dir if is_named else None)
     except DataError as error:  # a plan needs shapes alone
         print(f"not checked against its files: {error}", file=sys.stderr)
     plan.print_plan(config, target)

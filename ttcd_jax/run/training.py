@@ -108,13 +108,14 @@ def train_run(
             return _train(config, directory, program, watchdog, data, *calls, profile)
 
 
-def check(config: RunConfig, directory: RunDirectory) -> None:
+def check(config: RunConfig, directory: RunDirectory | None) -> None:
     """Raises `UserError` for a model that does not fit its data or `start_from`, and for a folder
-    that cannot hold checkpoints."""
+    that cannot hold checkpoints; None: none was named."""
     build.check(config)
-    check_directory(directory.checkpoints)
-    directory.check_free()
-    if config.start_from is not None and not directory.is_claimed:
+    if directory is not None:
+        check_directory(directory.checkpoints)
+        directory.check_free()
+    if config.start_from is not None and not (directory and directory.is_claimed):
         plan_start(config)
 
 
