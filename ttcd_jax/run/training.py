@@ -109,8 +109,7 @@ def train_run(
 
 
 def check(config: RunConfig, directory: RunDirectory) -> None:
-    """Raises `UserError` for a model that does not fit its data or `start_from`, and for a folder
-    that cannot hold checkpoints."""
+    """Raises `UserError` for a model, a `start_from` or a folder that cannot be trained."""
     build.check(config)
     check_directory(directory.checkpoints)
     directory.check_free()
