@@ -45,11 +45,6 @@ def printed(script: str, *arguments: str, count: int = 4, **variables: str) -> s
     return commands.output(Path(script), *arguments, env=environment(count, **variables))
 
 
-def run_on_devices(script: Path, *arguments: str) -> Any:
-    """The JSON that `script` prints on eight devices."""
-    return json.loads(printed(str(script), *arguments, count=8))
-
-
 def elsewhere(
     function: Callable[..., Any],
     *arguments: Any,

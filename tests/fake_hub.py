@@ -4,16 +4,16 @@ import contextlib
 import hashlib
 import http.server
 import json
-import threading
 import urllib.parse
-from collections.abc import Iterator
+
+from object_store import listening
 
 SHA = "1234567890" * 4
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        hub = self.server.hub
+        hub = self.hub
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         hub.asked.append((self.command, path))
         is_api = path.startswith("/api")
@@ -64,16 +64,6 @@ class Hub:
         self.asked: list[tuple[str, str]] = []
 
 
-@contextlib.contextmanager
-def serve(hub: Hub) -> Iterator[str]:
+def serve(hub: Hub) -> contextlib.AbstractContextManager[str]:
     """The address of a server of `hub`."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.hub = hub
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return listening(_Handler, hub=hub)

@@ -43,19 +43,24 @@ class ObjectStore:
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[ObjectStore]:
-    """A store that answers on a port of this machine."""
-    store = ObjectStore()
-    handler = type("Handler", (_Handler,), {"store": store})
+def listening(handler: type, **facts: Any) -> Iterator[str]:
+    """The address of a server of this process, whose handlers have the facts."""
+    handler = type("Handler", (handler,), facts)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    store.address = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
-        yield store
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[ObjectStore]:
+    store = ObjectStore()
+    with listening(_Handler, store=store) as store.address:
+        yield store
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -21,6 +21,17 @@ def test_a_log_gets_one_line_for_all_phases_of_the_start(capsys, monkeypatch):
     assert capsys.readouterr().out == "started in 9.5 s: importing 1.5, compiling 8.0\n"
 
 
+def test_the_time_left_is_by_work_since_the_first_report(monkeypatch):
+    """That takes five minutes of compilation, which tell nothing of the others; the second is too
+    early for a line."""
+    monkeypatch.setattr(time, "monotonic", iter((0.0, 300.0, 305.0, 320.0, 350.0)).__next__)
+    progress = terminal.Progress(log := io.StringIO(), 600)
+    for done in (100, 200, 400, 600):
+        progress.report(done, f"{done} of 600")
+    lines = ["100 of 600", "400 of 600, 0:13 left", "600 of 600, 0:00 left"]
+    assert log.getvalue().splitlines() == lines
+
+
 def test_a_terminal_gets_a_coloured_bar_that_fits_and_a_log_plain_lines(capsys):
     """Control characters are escaped in the line, not in what draws the bar."""
     ours, its = pty.openpty()

@@ -248,8 +248,7 @@ def _bucket(scheme: str, name: str) -> Any:
 
 
 def _ask(path: Path, call: Callable[[Any, str], Any]) -> Any:
-    """What TensorStore answers to `call(store, key)`; its failures, all of them `ValueError`s, as
-    `OSError`."""
+    """What TensorStore answers to `call(store, key)`; its failures, `ValueError`s, as `OSError`."""
     scheme, bucket, *parts = path.absolute().relative_to(root()).parts
     try:
         return call(_bucket(scheme, bucket), "/".join(parts)).result()

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ttcd_jax import units
 
+_LIVE_SECONDS = 0.2  # between two lines at a terminal
 _passed: dict[str, float] = {}  # seconds by phase
 
 
@@ -29,25 +30,36 @@ def note(line: str) -> None:
 
 
 class Progress:
-    """A line of the first process, at a terminal with a bar and overwritten by the next one, and
-    the time left of `total` units of work by their rate since the first call of `left`, which comes
-    after compilation. At that call the rate since `start` units counts, if it is given."""
+    """A line of the first process, at a terminal with a bar and overwritten by the next one, else
+    one in so many `seconds`, and the time left of `total` units of work by their rate since the
+    first call of `left`, which comes after compilation. At that call the rate since `start` units
+    counts, if it is given."""
 
-    def __init__(self, stream: TextIO, total: float, start: float = math.nan) -> None:
-        self._stream, self._total = stream, total
+    def __init__(
+        self, stream: TextIO, total: float, start: float = math.nan, seconds: float = 10.0
+    ) -> None:
+        self._stream, self._total, self._seconds = stream, total, seconds
         self.is_live = stream is not None and stream.isatty()
         self._bar: tqdm | None = None
         self._first: tuple[float, float] | None = None
         self.last = (start, time.monotonic())  # (work, seconds) at the last call of `left`
+        self._shown = self.last[1]
 
     def left(self, done: float) -> str:
         """The time left when `done` units are done; empty where there is no rate."""
         first, self.last = self._first or self.last, (done, time.monotonic())
         self._first = self._first or self.last
-        if not done > first[0]:  # or unknown
+        if not first[0] < done <= self._total:  # or unknown
             return ""
         seconds = (self.last[1] - first[1]) / (done - first[0]) * max(self._total - done, 0)
         return f"{units.clock(seconds)} left"
+
+    def report(self, done: float, line: str, is_last: bool = False) -> None:
+        """Shows a line with the time left, if it is time for one or `is_last`."""
+        left, (_, now) = self.left(done), self.last
+        if is_last or now - self._shown >= (_LIVE_SECONDS if self.is_live else self._seconds):
+            self._shown = now
+            self.show(f"{line}, {left}" if left else line, is_last)
 
     def show(self, line: str, is_last: bool = False) -> None:
         """Shows a line; at a terminal, none overwrites the last one."""

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     if (reason := missing_compiler()) is not None:
         raise UserError(f"plans are compiled for described GPUs, and {reason}")
     plan.use_topology(FLAGS.topology[0])  # before `environment` asks JAX for its devices
-    cli.keep_programs("")
+    jax.config.update("jax_enable_compilation_cache", False)
     file = Path(FLAGS.records)
     if not file.exists():
         head = {"command": f"python -m experiments.plans --records={file.as_posix()}"}

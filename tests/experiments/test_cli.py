@@ -160,23 +160,20 @@ def test_control_characters_are_escaped_where_text_leaves():
 
 
 @pytest.mark.parametrize(
-    ("directory", "variables", "chosen"),
+    ("variable", "value", "chosen"),
     [
-        (None, {"XDG_CACHE_HOME": "a"}, "a/ttcd_jax"),
-        (None, {"HOME": "/home/b"}, "/home/b/.cache/ttcd_jax"),
-        (None, {"JAX_COMPILATION_CACHE_DIR": "named"}, "that of jax"),
-        ("folder", {"JAX_COMPILATION_CACHE_DIR": "named"}, "folder"),
-        ("", {"JAX_COMPILATION_CACHE_DIR": "named"}, None),
+        ("XDG_CACHE_HOME", "a", "a/ttcd_jax"),
+        ("HOME", "/home/b", "/home/b/.cache/ttcd_jax"),
+        ("JAX_COMPILATION_CACHE_DIR", "named", "that of jax"),
     ],
 )
-def test_a_named_folder_goes_before_the_environment_and_that_before_the_users_cache(
-    monkeypatch, directory, variables, chosen
+def test_programs_are_kept_in_the_users_cache_unless_jax_has_a_folder(
+    monkeypatch, variable, value, chosen
 ):
     for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(variable, value)
     updates = {"jax_compilation_cache_dir": "that of jax"}
     with mock.patch.object(jax.config, "update", updates.__setitem__):
-        keep_programs(directory)
+        keep_programs()
     assert updates["jax_compilation_cache_dir"] == chosen

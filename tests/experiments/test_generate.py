@@ -12,14 +12,7 @@ from small_models import byte_model
 from tiny_run import save_text_model
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
-from ttcd_jax.inference import (
-    Generation,
-    Request,
-    dense,
-    inference_model,
-    load_memory,
-    start_from,
-)
+from ttcd_jax.inference import Generation, Request, dense, inference_model, load_memory, start_from
 from ttcd_jax.interop.hugging_face import open_hugging_face
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.run.directory import load_run

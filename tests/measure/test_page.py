@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ttcd_jax.measure.answers import (
-    Facts,
-    Measured,
-    answers,
-    compared,
-    controls,
-    with_differences,
-)
+from ttcd_jax.measure.answers import Facts, Measured, answers, compared, controls, with_differences
 from ttcd_jax.measure.page import Answer, Section, write_page
 from ttcd_jax.measure.pictures import (
     COLOURS,
@@ -273,11 +266,7 @@ def test_pairs_are_of_the_same_seed():
 
 
 def test_what_was_not_evaluated_or_has_no_interval_is_said():
-    facts = {
-        "a": Facts(**MINE),
-        "b": Facts(**SWA),
-        "c": Facts(**SWA),
-    }
+    facts = {"a": Facts(**MINE), "b": Facts(**SWA), "c": Facts(**SWA)}
     few = [x for x in _losses(1, 1, 1) if x.document < 3]
     measured = Measured(Position, "Text", {"a": {0: {"a": few}}, "b": {0: {"b": few}}})
     first, *_, last = answers([measured], facts)

@@ -1,17 +1,10 @@
 """Scores and likelihoods are those of one forward pass, texts those of `Generation`, in the order
-of the requests; an evaluation that is killed goes on when its command is given again, and shows its
-progress.
-
-As a script on eight fake devices, `test_scorer.py MESH ...` with meshes as 2x2x1x2 (data x fsdp x
-seq x tensor), it prints the largest differences of each mesh from one device.
-"""
+of the requests; an evaluation that is killed goes on when its command is given again."""
 
 import functools
-import json
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import commands
@@ -20,7 +13,7 @@ import numpy as np
 import pytest
 from checks import assert_close, logits_of, randomize, refused
 from damage import flip_bit
-from devices import run_on_devices
+from devices import elsewhere
 from flax import nnx
 from small_models import SETTINGS, byte_model, config_of
 from tiny_run import save_text_model
@@ -29,7 +22,7 @@ from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError, ResourceError
 from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.measure import scorer as module
-from ttcd_jax.measure.journal import Journal, RowProgress
+from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.state import with_params
@@ -175,13 +168,18 @@ def _on_mesh(name):
     return found
 
 
+def on_meshes(*meshes):
+    """Of each mesh, data x fsdp x seq x tensor, its `_on_mesh`."""
+    sys.path.append(str(Path(__file__).parents[1] / "sharding"))
+    return [_on_mesh(mesh) for mesh in meshes]
+
+
 def test_a_mesh_changes_neither_losses_nor_likelihoods():
-    meshes = ("2x2x1x2", "1x2x2x2")  # on the second, rows are cut along seq
-    found = run_on_devices(Path(__file__), *meshes)
-    assert found.keys() == {*meshes}
-    for mesh, distances in found.items():
-        assert len(distances) == 4
-        assert max(distances.values()) < BOUND, (mesh, distances)
+    """On the last, rows are cut along seq."""
+    expected, *others = elsewhere(on_meshes, "1x1x1x1", "2x2x1x2", "1x2x2x2", is_wide=True)
+    assert len(expected) == 4
+    for found in others:
+        assert all(np.abs(found[x] - expected[x]).max() < BOUND for x in expected)
 
 
 def test_texts_are_those_of_generation_in_the_order_of_requests(monkeypatch):
@@ -199,11 +197,11 @@ def test_texts_are_those_of_generation_in_the_order_of_requests(monkeypatch):
         return Generation(model, tokenizer, requests, **options)
 
     monkeypatch.setattr(module, "Generation", generation)
-    monkeypatch.setattr(module.RowProgress, "add", lambda self, rows, work: num_read.append(work))
-    scorer = Scorer(model, tokenizer, batch_size=2)
+    monkeypatch.setattr(module.Progress, "report", lambda self, done, line: num_read.append(done))
+    scorer = Scorer(model, tokenizer, batch_size=2, name="texts")
     found = scorer.generate(requests)
     assert batches == [[(6, 23), (6, 1)], [(5, 11), (5, 8)], [(5, 1)]]
-    assert sum(num_read) == sum(len(x.tokens) + 1 + x.max_new_tokens for x in requests)
+    assert num_read[-1] == sum(len(x.tokens) + 1 + x.max_new_tokens for x in requests)
     for request, text in zip(requests, found, strict=True):
         events = Generation(scorer.inference, tokenizer, [request])
         assert text == "".join(event.text for event in events)
@@ -297,34 +295,3 @@ def test_a_killed_command_goes_on_and_writes_the_same_results(tmp_path):
     assert not (run_dir / "eval" / "ppl" / "results.json").exists()
     assert evaluate(-1) == 3
     assert results() == expected
-
-
-def test_the_time_left_is_by_work_since_the_first_batch(capsys, monkeypatch):
-    """That takes five minutes of compilation, which tell nothing of the others; the second is too
-    early for a line."""
-
-    def shown(times, progress, *added):
-        monkeypatch.setattr(time, "monotonic", iter(times).__next__)
-        progress = RowProgress(*progress)
-        for rows, work in added:
-            progress.add(rows, work)
-        progress.end()
-        return capsys.readouterr().err
-
-    times, added = (0.0, 300.0, 305.0, 320.0, 350.0), ((1, 100), (1, 100), (2, 200), (2, 200))
-    assert shown(times, ("ppl, on", 4, 10, 600), *added).splitlines() == [
-        "ppl, on: 5 of 10 rows",
-        "ppl, on: 8 of 10 rows, 0:13 left",
-        "ppl, on: 10 of 10 rows, 0:00 left",
-    ]
-    assert shown((0.0, 1000.0), ("", 0, 2, 20), (1, 10)) == ""
-
-
-if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1] / "sharding"))
-    jax.config.update("jax_enable_x64", True)
-    expected, distances = _on_mesh("1x1x1x1"), {}
-    for mesh in sys.argv[1:]:
-        found = _on_mesh(mesh)
-        distances[mesh] = {x: float(np.abs(found[x] - expected[x]).max()) for x in expected}
-    print(json.dumps(distances))

@@ -85,7 +85,8 @@ def test_a_field_is_named_as_in_gin_or_by_its_path_and_the_layout_changes_freely
     changed = CONFIG.replace(optimizer=optimizer)
     directory = claim(changed, None, *names)
     model = CONFIG.model.replace(remat="block", scans_layers=False)
-    claim(changed.replace(model=model, accumulation_steps=1, mesh=MeshConfig(fsdp=1)))
+    layout = {"accumulation_steps": 1, "mesh": MeshConfig(fsdp=1), "metrics": ()}
+    claim(changed.replace(model=model, **layout))
     assert [(x["field"], x["old"], x["new"]) for x in _changes(directory)] == [
         ("RunConfig.log_every", 10, 3),
         ("OptimizerConfig.clip_norm", 1.0, 0.5),

@@ -65,14 +65,6 @@ def test_what_cannot_be_measured_is_null_and_a_warning(tmp_path, caplog, memory,
     assert sorted(name for text in texts for name in text.split(", ") if text) == sorted(nulls)
 
 
-def test_a_resumed_run_goes_on_with_or_without_them(tmp_path):
-    _records(tmp_path, steps=3)
-    train_run(CONFIG.replace(metrics=WITH_GAP), tmp_path, _batches, changes=["steps"])
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    found = [(record["step"], "distillation/layer_1/gap" in record) for record in records]
-    assert found == [(2, False), (3, False), (4, True), (5, True)]
-
-
 def test_parts_give_the_measures_of_the_whole_batch_without_its_padding(float64):
     model = config_of("ipttcd")
     rng = np.random.default_rng(0)

@@ -39,7 +39,6 @@ _PACKAGE = Path(__file__).parents[1]
 _CONFIG_DIRS = (_PACKAGE / "configs", _PACKAGE.parent / "experiments" / "configs")
 CONFIG_DIR = next((path for path in _CONFIG_DIRS if path.is_dir()), _CONFIG_DIRS[0])
 _MOST_QUOTED = 1000  # characters at either end of a longer error
-_MAY_BE_EMPTY = ("compile_cache",)
 _IN_BUCKETS = ("run_dir", "output", "verify", "tokenizer", "memory")
 _IN_BUCKETS += ("save_state", "load_state", "save_memory", "load_memory")
 _MAY_BE_IN_BUCKET = {"an argument", *(f"--{name}" for name in _IN_BUCKETS)}  # of `convert`
@@ -55,7 +54,6 @@ flags.DEFINE_multi_string(
 
 # What the arguments after the flags choose: a class of options, or a text for --help.
 type OptionsOf = Callable[[list[str]], type[Config] | str | None]
-_RENAMED = {"json": "output", "out_dir": "output", "folder": "output"}
 
 
 class _SaysLoading:
@@ -186,16 +184,13 @@ def clean_up_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
-def keep_programs(directory: str | None) -> None:
-    """Sets the persistent compilation cache to `directory`; "": no cache; None:
-    JAX_COMPILATION_CACHE_DIR if it is set, else `ttcd_jax` in the user's cache folder."""
+def keep_programs() -> None:
+    """Keeps compiled programs in JAX_COMPILATION_CACHE_DIR, else in the user's cache folder."""
     import jax
 
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # default: 1
-    if directory is None and "JAX_COMPILATION_CACHE_DIR" in os.environ:
-        return  # jax has read it
-    folder = str(user_cache()) if directory is None else directory
-    jax.config.update("jax_compilation_cache_dir", folder or None)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # which jax has read
+        jax.config.update("jax_compilation_cache_dir", str(user_cache()))
 
 
 def parse_options[C: Config](
@@ -258,10 +253,6 @@ def _parse_flags(
     names: Sequence[str] | None, options: OptionsOf | None, command_line: list[str]
 ) -> list[str]:
     flags.FLAGS.set_gnu_getopt(True)  # flags may follow arguments
-    given = {x[2:].partition("=")[0] for x in command_line if x.startswith("--")}
-    for old in given & {*_RENAMED}:
-        if old not in flags.FLAGS and (new := _RENAMED[old]) in flags.FLAGS:
-            raise UserError(f"--{old} is called --{new} here: {flags.FLAGS[new].help}")
     try:
         program, *rest = flags.FLAGS(command_line, known_only=names is None)
     except flags.Error as error:
@@ -308,7 +299,7 @@ def _check_texts(arguments: Sequence[str]) -> None:
     texts = [("an argument", text) for text in arguments]
     for name in flags.FLAGS:
         flag = flags.FLAGS[name]
-        if flag.present and name not in _MAY_BE_EMPTY:
+        if flag.present:
             values = (flag.value or [""]) if isinstance(flag.value, list) else [flag.value]
             texts += [(f"--{name}", value) for value in values if isinstance(value, str)]
     for name, text in texts:

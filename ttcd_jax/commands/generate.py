@@ -38,8 +38,6 @@ from ttcd_jax.files import check_unused, write_json
 from ttcd_jax.terminal import Progress, note
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ttcd_jax.data.tokenizer import JsonTokenizer, Tokenizer
     from ttcd_jax.inference.generate import Generation
     from ttcd_jax.inference.model import InferenceModel
@@ -79,19 +77,19 @@ flags.DEFINE_multi_string("load_memory", [], "One of --save_memory to begin with
 flags.DEFINE_string("output", None, "A file for the texts and their tokens, in JSON.")
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-_PROGRESS_SECONDS = 2.0
 _CHAT_LENGTH = 4096  # tokens of a conversation under full attention, unless --max_length says more
 
 
 def main(argv: list[str]) -> None:
     _check_flags()
     prompts = [_prompt(file) for file in FLAGS.prompt_file]
+    from ttcd_jax.inference.generate import Generation, Request
     from ttcd_jax.inference.model import inference_model
     from ttcd_jax.inference.saved_state import save_state
     from ttcd_jax.run.directory import load_run
 
     note(f"loading {FLAGS.run_dir}; its programs are compiled at the first text")
-    cli.keep_programs(None)
+    cli.keep_programs()
     run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
     if run.tokenizer is None:
         raise UserError(f"{FLAGS.run_dir} has no tokenizer: its data is not text")
@@ -103,7 +101,9 @@ def main(argv: list[str]) -> None:
         rows = [_marking(run.tokenizer).encode_marked(_message(prompt)) for prompt in prompts]
     else:
         rows = [run.tokenizer.encode(prompt) for prompt in prompts]
-    generation = _generation(model, run.tokenizer, rows)
+    requests = [Request(tokens=row, **_settings()) for row in rows]
+    state, options = _state(model, len(rows)), _given("piece_size", "memory")
+    generation = Generation(model, run.tokenizer, requests, state=state, **options)
     texts = _texts(generation)
     if FLAGS.save_state is not None:
         save_state(folder := storage.to_path(FLAGS.save_state), generation.model, generation.state)
@@ -212,16 +212,6 @@ def _settings() -> dict[str, Any]:
     return {"sampling": sampling, "stop": stop} | _given("max_new_tokens")
 
 
-def _generation(
-    model: "InferenceModel", tokenizer: "Tokenizer", rows: "list[np.ndarray]"
-) -> "Generation":
-    from ttcd_jax.inference.generate import Generation, Request
-
-    requests = [Request(tokens=row, **_settings()) for row in rows]
-    state, options = _state(model, len(rows)), _given("piece_size", "memory")
-    return Generation(model, tokenizer, requests, state=state, **options)
-
-
 def _state(model: "InferenceModel", num_rows: int) -> "InferenceState | None":
     """The state that texts continue from; None: the start of a document."""
     from ttcd_jax.inference.saved_state import load_state
@@ -286,15 +276,12 @@ def _show(text: str) -> None:
 
 
 def _read(generation: "Generation") -> str:
-    """The number and rate of the prompts' tokens. Reads them, with a progress line every few
-    seconds."""
-    begin = reported = time.monotonic()
-    num_read, total = 0, generation.num_prompt_tokens
-    progress = Progress(sys.stderr, total)
+    """The number and rate of the prompts' tokens. Reads them, with lines of progress."""
+    begin, num_read, total = time.monotonic(), 0, generation.num_prompt_tokens
+    progress = Progress(sys.stderr, total, seconds=2.0)
     for num_read in generation.read():
-        if time.monotonic() - reported > _PROGRESS_SECONDS and num_read < total:
-            reported, left = time.monotonic(), progress.left(num_read)
-            progress.show(f"{num_read:,} of {total:,} tokens read{left and f', {left}'}")
+        if num_read < total:
+            progress.report(num_read, f"{num_read:,} of {total:,} tokens read")
     progress.end()
     rate = num_read / (time.monotonic() - begin)
     return f"read {num_read:,} tokens ({rate:,.0f}/s with compilation)"

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.units import printable
 
     note(f"loading {FLAGS.run_dir}; its programs are compiled at the first layers")
-    cli.keep_programs(None)
+    cli.keep_programs()
     run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
     if FLAGS.stream_window is not None:
         run = with_stream_memory(run, window=FLAGS.stream_window)

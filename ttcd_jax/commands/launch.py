@@ -5,7 +5,7 @@ run.
                 [--run_dir=DIR] [--change=RunConfig.steps ...]
                 [--dry_run | --rehearse [--topology=h100x64]]
                 [--distributed=slurm] [--hang_seconds=60]
-                [--profile=START:STOP] [--compile_cache=DIR]
+                [--profile=START:STOP]
     ttcd plan --gin=quickstart.gin       parameters, bytes, FLOPs (launch --dry_run)
 
 SIGTERM, SIGHUP or Ctrl-C finishes the step, saves, and exits with status 75: the same command
@@ -52,12 +52,6 @@ flags.DEFINE_float(
     lower_bound=1.0,
 )
 flags.DEFINE_string("profile", None, "START:STOP, the steps to trace into RUN_DIR/profile.")
-flags.DEFINE_string(
-    "compile_cache",
-    None,
-    "Folder of compiled programs, empty: none (default: JAX_COMPILATION_CACHE_DIR, else "
-    "~/.cache/ttcd_jax).",
-)
 
 RESUME_ME = 75  # EX_TEMPFAIL
 
@@ -88,7 +82,7 @@ def main(argv: list[str]) -> None:
     gc.set_threshold(20_000)
     gc.enable()
 
-    cli.keep_programs(FLAGS.compile_cache)
+    cli.keep_programs()
     path = FLAGS.run_dir or Path("runs") / Path(FLAGS.gin).stem
     # A rehearsal reports a bucket that cannot be reached.
     run_dir = RunDirectory(path, may_be_unreachable=FLAGS.rehearse)

@@ -1,12 +1,12 @@
 """`ttcd COMMAND ...`, or `python -m ttcd_jax COMMAND ...`: runs the module of a command."""
 
-import difflib
 import importlib.metadata
 import os
 import runpy
 import sys
 
 from ttcd_jax.commands import cli
+from ttcd_jax.config import closest
 from ttcd_jax.errors import UserError
 
 # By command: its module, what is put before its arguments, what it does.
@@ -48,9 +48,8 @@ def _answer(name: str) -> str:
         return "\n".join(["ttcd COMMAND ...\n", *lines, "\nttcd COMMAND --help: its flags"])
     if name == "--version":
         return f"ttcd {importlib.metadata.version('ttcd-jax')}"
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
-    raise UserError(f"ttcd has no command {name!r}; {hint}")
+    near = closest(name, [*COMMANDS]) or f"; there are {', '.join(COMMANDS)}"
+    raise UserError(f"ttcd has no command {name!r}{near}")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,6 @@ flags.DEFINE_integer("validation_files", 0, "Hold out the last files instead.", 
 flags.DEFINE_bool("samples_are_rows", False, "Each sample of token ids is one row of the run.")
 flags.DEFINE_integer("processes", None, "Workers (default: one for each core).", lower_bound=1)
 
-_PROGRESS_SECONDS = 10.0
 _TOKENIZER_BYTES = 2**32  # of files: a tokenizer counts their words in memory
 
 
@@ -108,7 +107,7 @@ def _prepare() -> None:
             samples_are_rows=FLAGS.samples_are_rows,
             on_progress=progress.add,
         )
-    progress.show(is_last=True)
+    progress.add(0, is_last=True)
     _print_manifest(folder, manifest)
 
 
@@ -139,30 +138,25 @@ def _download() -> None:
 
 
 class _Progress:
-    """Progress lines, every few seconds; the time left is that of `num_bytes` of files."""
+    """Progress lines; the time left is that of `num_bytes` of files."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes, self._num_tokens = num_bytes, 0
-        self._start = self._shown = time.monotonic()
-        self._line = Progress(sys.stderr, num_bytes, start=0)
+        self._begin(0)
 
-    def add(self, num_tokens: int) -> None:
-        if not num_tokens:  # text whose tokens were stored has been read
-            self._start = time.monotonic()
-            self._line = Progress(sys.stderr, self._num_bytes, bytes_read())
+    def _begin(self, done: int) -> None:
+        self._start = time.monotonic()
+        self._line = Progress(sys.stderr, self._num_bytes, done)
+
+    def add(self, num_tokens: int, is_last: bool = False) -> None:
+        if not (num_tokens or is_last):  # text whose tokens were stored has been read
+            self._begin(bytes_read())
         self._num_tokens += num_tokens
-        if time.monotonic() - self._shown > (0.2 if self._line.is_live else _PROGRESS_SECONDS):
-            self.show()
-
-    def show(self, is_last: bool = False) -> None:
-        self._shown = time.monotonic()
-        seconds, done = max(self._shown - self._start, 1e-9), bytes_read()
+        seconds, done = max(time.monotonic() - self._start, 1e-9), bytes_read()
         line = f"{self._num_tokens:,} tokens, {self._num_tokens / seconds:,.0f} tokens/s"
-        left = self._line.left(done)
         if 0 < done <= self._num_bytes:
             line += f", {done / self._num_bytes:.1%} of {units.size(self._num_bytes)}"
-            line += left and f", {left}"
-        self._line.show(line, is_last)
+        self._line.report(done, line, is_last)
 
 
 def _train_tokenizer() -> None:

@@ -84,14 +84,14 @@ def _by_seed(measured: Measured, run: str, *, wants_off: bool = False) -> dict[i
 def with_differences(
     table: Sequence[Row], measured: Measured, controls_of: Mapping[str, str]
 ) -> list[Row]:
-    """The table with the differences that it lacks, behind the columns of their run, each with half
-    of its 95 % interval."""
+    """The table with the differences that it lacks behind the columns of their run: mean ± half."""
     rows: list[Any] = [dict(row) for row in table]
     key = measured.task.key
     for run in measured.runs:
         own = {x for row in rows for x in row if f"{x}, ".startswith(f"{run}, ")}
         for name, found in compared(measured, run, controls_of.get(run)).items():
-            column, texts = f"{run}, {name}", {str(x): _signed(*y) for x, y in found.items()}
+            column = f"{run}, {name}"
+            texts = {str(x): f"{y:+.3f}{_half(*ends)}" for x, (y, *ends) in found.items()}
             texts = [texts.get(str(row.get(key))) for row in rows]
             if not any(texts) or any(x.startswith(column) for x in own):
                 continue
@@ -105,10 +105,6 @@ def with_differences(
 
 def _half(low: float, high: float) -> str:
     return "" if math.isnan(high - low) else f" ± {(high - low) / 2:.3f}"
-
-
-def _signed(mean: float, low: float, high: float) -> str:
-    return f"{mean:+.3f}{_half(low, high)}"
 
 
 def answers(everything: Sequence[Measured], facts: Mapping[str, Facts]) -> list[Answer]:

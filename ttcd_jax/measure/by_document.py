@@ -78,8 +78,7 @@ class Selection:
 
 
 def plain_documents(records: Iterable[TokenRecords], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Ids [T] of the documents in order, without the bos and eos that were added to them; blank
-    ones are left out."""
+    """Ids [T] of the documents in order, without the bos and eos added to them or blank ones."""
     for part in records:
         for number, size in enumerate(part.sizes.tolist()):
             ids = part.read(number, 0, size)
@@ -235,14 +234,8 @@ def means_of(series: Series[Any], bucket: Bucket) -> tuple[Curves, Curves]:
         means[label] = means_over_seeds([records], bucket)
         run = label.removesuffix(f", {MEMORY_ON}")
         if run != label and (off := series.get(f"{run}, {MEMORY_OFF}")):
-            pairs[run] = differences(records, off, bucket)
+            pairs[run] = means_over_seeds([records], bucket, [off])
     return means, pairs
-
-
-def differences(records: Sequence[Any], base: Sequence[Any], bucket: Bucket) -> Curve:
-    """The buckets, and nats per token of `records` less those of `base`, in pairs. Raises
-    `UserError` for records of other tokens or buckets."""
-    return means_over_seeds([records], bucket, [base])
 
 
 def means_over_seeds(
@@ -381,7 +374,7 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
         """A row per bucket, and one of all: the share of the headroom, the losses of `control` less
         those of `ceiling`, that every other series gives back, a ratio of totals over documents,
         with its interval; none in a bucket where no headroom is seen, in whose interval is 0.
-        Raises as `differences`."""
+        Raises as `means_over_seeds`."""
         rows: dict[Any, dict[str, Any]] = {}
         key = operator.attrgetter(cls.key)
         for bucket in (key, lambda record: None if key(record) is None else "all"):

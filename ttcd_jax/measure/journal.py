@@ -1,9 +1,8 @@
-"""Answers of an unfinished evaluation on disk, and a line of its progress."""
+"""Answers of an unfinished evaluation on disk."""
 
 import hashlib
 import itertools
 import json
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +17,6 @@ from safetensors.numpy import load, save
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_whole
-from ttcd_jax.terminal import Progress
 
 Answer = tuple[np.ndarray, ...]  # to one request: arrays [n]
 
@@ -26,7 +24,6 @@ _SECONDS = 3.0  # between two files
 _MAX_WAITING = 2**25  # bytes that are written at once
 _MAX_BYTES = 2**30  # of a file that is read
 _DIGEST_BYTES = 32
-_LOG_SECONDS, _LIVE_SECONDS = 10.0, 0.2
 
 
 class Journal:
@@ -111,32 +108,3 @@ def _answers(arrays: dict[str, np.ndarray]) -> dict[int, list[Answer]]:
             parts = (np.split(arrays[x], np.cumsum(arrays[name])[:-1]) for x in fields)
             found[int(batch)] = [*zip(*parts, strict=True)]
     return found
-
-
-class RowProgress:
-    """The line "NAME: 120 of 500 rows, 3:00 left" on the standard error of the first process: at a
-    terminal from the start, in a log every 10 seconds; none if `name` is empty. `work`: of all
-    rows that are not done, in any unit."""
-
-    def __init__(self, name: str, num_done: int, num_rows: int, work: float) -> None:
-        self._name, self._done, self._all, self._finished = name, num_done, num_rows, 0.0
-        self._progress = Progress(sys.stderr, work)
-        self._shown = self._progress.last[1]
-        if self._progress.is_live:
-            self._show("")
-
-    def add(self, num_rows: int, work: float) -> None:
-        """Notes the end of a batch, and shows the line if it is time."""
-        self._done, self._finished = self._done + num_rows, self._finished + work
-        left, now = self._progress.left(self._finished), self._progress.last[1]
-        if now - self._shown >= (_LIVE_SECONDS if self._progress.is_live else _LOG_SECONDS):
-            self._shown = now
-            self._show(left and f", {left}")
-
-    def end(self) -> None:
-        """Clears the line."""
-        self._progress.end()
-
-    def _show(self, left: str) -> None:
-        if self._name:
-            self._progress.show(f"{self._name}: {self._done} of {self._all} rows{left}")

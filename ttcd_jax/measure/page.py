@@ -39,20 +39,6 @@ class Section(NamedTuple):
     is_detail: bool = False
 
 
-_WORDS = {
-    "memory, fast weights": "what a layer writes while it reads a text and reads again: small "
-    "changes of one of its weights, of one size however long the text is.",
-    "on, off (eta = 0)": "the same model, which reads its memory or does not. It was trained with "
-    "it: off is not a model without a memory, the control is.",
-    "SWA": "attention to a sliding window of the last tokens, no memory: the usual control.",
-    "gap": "what a long window (the teacher's) sees and a short one (the student's) misses: the "
-    "memory learns that.",
-    "nats per token, bits per byte": "the loss of what comes next, lower is better; 1 bit is 0.69 "
-    "nats.",
-    "recall, evidence, needle": "facts of a text, asked for later: accuracy, by how far back.",
-}
-
-
 def write_page(
     path: Path,
     *,
@@ -96,7 +82,7 @@ def write_page(
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     page = environment.from_string(template).render(
         **{"title": title, "runs": runs, "sections": sections, "next_steps": next_steps},
-        **{"answers": answers, "words": _WORDS, "views": Markup(views), "colours": colours or {}},
+        **{"answers": answers, "views": Markup(views), "colours": colours or {}},
         **{"cells": cells, "image": image},
         grouped=lambda header: _grouped([name for name, _ in header], [*(colours or ())]),
     )

@@ -38,15 +38,8 @@ COLOURS = {
     "SWA + DeltaNet": "#AA4499",
     "SWA + Gated DeltaNet": "#44AA99",
 }
-_OTHERS = (
-    "#6A5ACD",
-    "#B8860B",
-    "#A0522D",
-    "#708090",
-    "#2E8B57",
-    "#C71585",
-    "#4682B4",
-)  # of methods outside of the package
+# Of methods outside of the package.
+_OTHERS = ["#6A5ACD", "#B8860B", "#A0522D", "#708090", "#2E8B57", "#C71585", "#4682B4"]
 MARKERS = "osD^vPX"
 # Of the runs of one method, and of what has no method: turns of the hue, factors of the lightness.
 _SHADES = ((0, 1), (0.03, 1.6), (-0.05, 0.65), (-0.08, 1.3), (0.05, 0.65), (0, 1.8))
@@ -183,7 +176,10 @@ def plot_lines(
             (line,) = axes.plot(x, heights, markersize=4.5, linewidth=1.6, label=name, **style)
             line.set_gid(f"titled-{len(titles)}")
             shown = [(a, b) for a, b in zip(x, heights, strict=True) if math.isfinite(b)]
-            titles[line.get_gid()] = name, [f"{name}\n{_x(a)}: {b:.4g}" for a, b in shown]
+            titles[line.get_gid()] = (
+                name,
+                [f"{name}\n{f'{a:,}' if isinstance(a, int) else a}: {b:.4g}" for a, b in shown],
+            )
             if shown:
                 ends[name] = shown[-1][1], look.colour
             if bands and name in bands:
@@ -208,10 +204,6 @@ def plot_lines(
             axes.set_xticks(sorted(ticks))
 
     _save_picture(path, draw, **labels)
-
-
-def _x(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _name_lines(axes: Any, ends: Mapping[str, tuple[float, str]], chance: float | None) -> None:
@@ -308,7 +300,7 @@ def _save_picture(
             lines_below = -(-len(labels) // columns) - 1
             figure.set_figheight(figure.get_figheight() + 0.2 * max(0, lines_below))
 
-    save_figure(path, fill, size=SIZE, dpi=200, titles=titles)
+    save_figure(path, fill, size=SIZE, titles=titles)
 
 
 def save_figure(
@@ -316,11 +308,10 @@ def save_figure(
     draw: Callable[[Any], None],
     *,
     size: tuple[float, float],
-    dpi: int,
     titles: Mapping[str, tuple[str, Sequence[str]]] | None = None,
 ) -> None:
-    """An SVG, or by the name of the file a PNG, of the figure of `size` inches that `draw` fills.
-    `titles`, of parts by their gid: what a browser shows of a part, and of each of its markers.
+    """An SVG of the figure of `size` inches that `draw` fills. `titles`, of parts by their gid:
+    what a browser shows of a part, and of each of its markers.
     Without matplotlib there is none, not even an older one, and a warning."""
     try:
         import matplotlib
@@ -335,17 +326,12 @@ def save_figure(
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
         content = io.BytesIO()
-        if is_svg := path.suffix == ".svg":
-            figure.savefig(content, format="svg", transparent=True, metadata={"Date": None})
-        else:
-            figure.savefig(content, format="png", dpi=dpi)
-    found = content.getvalue()
-    write_whole(path, _plain_svg(found, titles or {}) if is_svg else found)
+        figure.savefig(content, format="svg", transparent=True, metadata={"Date": None})
+    write_whole(path, _plain_svg(content.getvalue(), titles or {}))
 
 
 def _plain_svg(content: bytes, titles: Mapping[str, tuple[str, Sequence[str]]]) -> str:
-    """The SVG of matplotlib without its metadata, fonts and names, with `titles`, in the colour of
-    the text around it."""
+    """matplotlib's SVG without metadata, fonts and names, with `titles`, in the text's colour."""
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _LINK)
     root = ElementTree.fromstring(content)

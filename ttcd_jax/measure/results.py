@@ -236,8 +236,7 @@ def read_all_results(run_dirs: Sequence[Path]) -> dict[str, list[Results]]:
 
 
 def merged(results: Sequence[Results]) -> Results:
-    """The series of several runs by one task together. Raises `UserError` for results that cannot
-    be compared."""
+    """The series of several runs by one task together. Raises as `check_comparable`."""
     check_comparable(results)
     series = {x: y for result in results for x, y in result.series.items()}
     return dataclasses.replace(results[0], series=series)

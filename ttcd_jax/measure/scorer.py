@@ -10,6 +10,7 @@ several processes, a model that reads ahead); any split of a row gives the same 
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,12 +29,13 @@ from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.inference.prefill import stream
 from ttcd_jax.inference.state import InferenceState
-from ttcd_jax.measure.journal import Answer, Journal, RowProgress
+from ttcd_jax.measure.journal import Answer, Journal
 from ttcd_jax.models.config import TransformerConfig, memory_chunk
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.row import Control
 from ttcd_jax.sharding import rules
 from ttcd_jax.sharding.batch import Placement
+from ttcd_jax.terminal import Progress
 from ttcd_jax.tokens import check_tokens
 from ttcd_jax.train.hardware import device_bytes
 from ttcd_jax.train.loss import token_scores
@@ -233,14 +235,18 @@ class Scorer:
             found = journal.read(key)
         left = [batch for batch in range(len(plan)) if batch not in found]
         work = {batch: sum(sizes[i][1] for i in plan[batch]) for batch in left}
-        num_found = len(sizes) - sum(len(plan[batch]) for batch in left)
-        progress = RowProgress(self._name, num_found, len(sizes), sum(work.values()))
+        rows, done = len(sizes) - sum(len(plan[batch]) for batch in left), 0
+        progress = Progress(sys.stderr, sum(work.values()))
+        if self._name and progress.is_live:
+            progress.show(f"{self._name}: {rows} of {len(sizes)} rows")
         try:
             for batch in left:
                 found[batch] = answers(plan[batch], shapes[batch])
                 if journal is not None:
                     journal.add(key, batch, found[batch])
-                progress.add(len(plan[batch]), work[batch])
+                rows, done = rows + len(plan[batch]), done + work[batch]
+                if self._name:
+                    progress.report(done, f"{self._name}: {rows} of {len(sizes)} rows")
         finally:
             if journal is not None:
                 journal.write(key)

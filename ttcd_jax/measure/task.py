@@ -119,8 +119,7 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
         return Scorer(model, subject.tokenizer, **options)
 
     def measured_on(self, rows: Rows, subject: Subject) -> dict[str, str]:
-        """The sha256 of the cases, by part: results share a table where the parts that they have in
-        common are equal."""
+        """The sha256 of the cases, by part: results share a table where common parts are equal."""
         return {"": digest(rows)}
 
     def facts(self, rows: Rows) -> dict[str, Any]:
@@ -253,8 +252,7 @@ def digest(cases: Any) -> str:
 
 
 def row_scores(scorer: Scorer, rows: Arrays) -> Scores:
-    """The scores [rows, T] of the targets of `rows`, which hold one document each; 0 for padding
-    (segment 0)."""
+    """The scores [rows, T] of the targets of `rows`, a document each; 0 for padding (segment 0)."""
     is_token = rows.get("segment_ids", np.ones_like(rows["tokens"])) > 0
     ids = np.concatenate([rows["tokens"], rows["targets"][:, -1:]], axis=1)
     sizes = is_token.sum(axis=1)

@@ -328,8 +328,7 @@ def imported_texts(directory: RunDirectory) -> dict[str, str]:
 
 
 def chat_template(directory: RunDirectory) -> str:
-    """The template of conversations that the checkpoint of a run came with. Raises `UserError` for
-    none."""
+    """The chat template that the checkpoint of a run came with. Raises `UserError` for none."""
     texts, path = imported_texts(directory), directory.path
     settings = parse_json(texts.get("tokenizer_config.json", "{}").encode(), path)
     template = texts.get("chat_template.jinja") or settings.get("chat_template")

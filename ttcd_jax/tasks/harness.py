@@ -95,8 +95,7 @@ class Harness(Task[Any, Score]):
 
     @classmethod
     def pictures(cls, folder: Path, series: Series[Score], chance: float | None) -> list[Picture]:
-        """The bars of the table, and the accuracy by guessing where all questions have as many
-        choices."""
+        """The bars of the table, with the accuracy by guessing where all questions have one."""
         chances = _chances(series)
         guess = chances.pop() if len(chances) == 1 else None
         return super().pictures(folder, series, None if guess is None else 100 * guess)

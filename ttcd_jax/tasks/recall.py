@@ -19,7 +19,7 @@ from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.prefill import MemoryMode, prefill
 from ttcd_jax.inference.state import start_state
-from ttcd_jax.measure.scorer import Scorer, Scores
+from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import (
     Arrays,
     Differences,
@@ -98,8 +98,21 @@ class Recall(OnDrawnData, RowTask[DistanceAccuracy]):
         return SyntheticRows(self.data_of(subject), seed=HELD_OUT, num_rows=self.max_rows)
 
     def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[DistanceAccuracy]:
-        reach = attention_reach(subject.model.config)
-        return by_distance(row_scores(scorer, rows), rows, reach)
+        """Within the reach of attention, in equal buckets beyond it, and over all beyond."""
+        is_hit = row_scores(scorer, rows).is_hit
+        distance, mask = rows["distance"], rows["loss_mask"]
+        longest, reach = int(distance.max()), attention_reach(subject.model.config)
+        reach = longest if reach is None else min(reach, longest)
+        edges = np.unique(np.linspace(reach, longest, _BUCKETS_BEYOND + 1).astype(int))
+        buckets = [(0, reach, False), *((*x, False) for x in itertools.pairwise(edges.tolist()))]
+        records = []
+        for low, high, is_total in (*buckets, (reach, longest, True)):
+            chosen = mask & (distance > low) & (distance <= high)
+            if chosen.any():
+                name = f"beyond {low}" if is_total else f"{low + 1}-{high}"
+                accuracy = float(is_hit[chosen].mean())
+                records.append(DistanceAccuracy(name, int(chosen.sum()), accuracy, is_total))
+        return records
 
 
 @register
@@ -163,24 +176,6 @@ def attention_reach(config: TransformerConfig) -> int | None:
     """The number of positions back that stacked windows reach, Y (w - 1); None: unlimited."""
     window = config.stream_window
     return None if window is None else config.num_layers * (window - 1)
-
-
-def by_distance(scores: Scores, rows: Arrays, reach: int | None) -> list[DistanceAccuracy]:
-    """Accuracy at query positions: within the reach of attention, in equal buckets beyond it, and
-    over everything beyond."""
-    distance, mask = rows["distance"], rows["loss_mask"]
-    longest = int(distance.max())
-    reach = longest if reach is None else min(reach, longest)
-    edges = np.unique(np.linspace(reach, longest, _BUCKETS_BEYOND + 1).astype(int))
-    buckets = [(0, reach, False), *((*x, False) for x in itertools.pairwise(edges.tolist()))]
-    records = []
-    for low, high, is_total in (*buckets, (reach, longest, True)):
-        chosen = mask & (distance > low) & (distance <= high)
-        if chosen.any():
-            name = f"beyond {low}" if is_total else f"{low + 1}-{high}"
-            accuracy = float(scores.is_hit[chosen].mean())
-            records.append(DistanceAccuracy(name, int(chosen.sum()), accuracy, is_total))
-    return records
 
 
 def read_back(

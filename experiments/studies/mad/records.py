@@ -359,4 +359,4 @@ def draw_curves(path: Path, records: Sequence[Record]) -> None:
         look = {"loc": "outside lower center", "ncols": 2, "frameon": False}
         figure.legend(legend.values(), legend.keys(), **look)
 
-    save_figure(path, draw, size=(5.6, 2.6 * num_rows + 0.8), dpi=110, titles=titles)
+    save_figure(path, draw, size=(5.6, 2.6 * num_rows + 0.8), titles=titles)

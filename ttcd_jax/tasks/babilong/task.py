@@ -97,8 +97,7 @@ class Background:
 
 
 def of_size(questions: Iterable[Question], size: int) -> list[Question]:
-    """The questions whose story is short enough for `size` tokens: one line per 8 tokens, the
-    question included; all for a size of 0."""
+    """The questions of stories of at most one line per 8 tokens, their own included; 0: all."""
     return [x for x in questions if not size or len(x.facts) < size // 8]
 
 

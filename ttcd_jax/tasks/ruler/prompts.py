@@ -350,8 +350,7 @@ def _after_example(cell: Cell, example: str, size: int) -> Prompt | None:
 
 
 def _chain_prompt(cell: Cell, size: int, *, is_example: bool = False) -> Prompt | None:
-    """`size`: lines of noise, at least one for each assignment; None for fewer, and for two names
-    that are equal."""
+    """`size`: lines of noise; None for fewer than assignments, and for two names that are equal."""
     names = cell.names(string.ascii_uppercase, 3 if is_example else 5, _NUM_VARIABLES)
     value = _EXAMPLE_VALUE if is_example else cell.value()
     if len(names) > _NUM_VARIABLES and not is_example:

@@ -316,7 +316,7 @@ def plot_depths(path: Path, lengths: Sequence[int], panels: dict[str, list[Any]]
             axes.set_title(name, fontsize=11, weight="normal")
         figure.colorbar(image, ax=figure.axes, label="score (%)")
 
-    save_figure(path, draw, size=(1.2 + 2.2 * columns, 2.6 * rows + 0.4), dpi=200)
+    save_figure(path, draw, size=(1.2 + 2.2 * columns, 2.6 * rows + 0.4))
 
 
 def _parts(series: Series[Answered]) -> dict[tuple[str, int], list[Answered]]:
