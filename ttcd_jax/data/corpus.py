@@ -94,8 +94,7 @@ class Census:
 
 
 def manifest(config: CorpusConfig, documents: Iterable[Document]) -> dict[str, Any]:
-    """The manifest of the documents for a run directory, ready for JSON; with the version of the
-    Python whose standard library they are."""
+    """The manifest of the documents for a run directory, ready for JSON."""
     python = {} if config.path else {"python": platform.python_version()}
     return {"kind": config.kind} | python | Census(documents).summary()
 

@@ -111,9 +111,8 @@ def sealed(manifest: Metadata) -> Metadata:
 
 def open_records(folder: Path, split: Split, num_shards: int | None = None) -> TokenRecords:
     """The records of one split, or of its first shards, memory-mapped; those in a bucket are
-    downloaded first. Raises `DataError` for an absent split or file, for a file of another size or
-    digest (all are read for it, by as many threads as there are cores), and for starts that do not
-    fit."""
+    downloaded first. Raises `DataError` for an absent split or file, another size or digest (all
+    files are read, by a thread per core), and starts that do not fit."""
     manifest = read_manifest(folder)
     if split not in manifest["splits"]:
         raise EmptySplitError(
@@ -158,8 +157,7 @@ def records_tokenizer(folder: Path) -> TokenizerConfig:
 
 
 def verify_records(folder: Path) -> Metadata:
-    """The manifest, after a check of every file. Raises `DataError` naming the first that differs
-    from the one written."""
+    """The manifest, after a check of every file."""
     manifest = read_manifest(folder)
     for split in manifest["splits"]:
         open_records(folder, split)

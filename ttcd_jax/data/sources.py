@@ -20,9 +20,7 @@ from ttcd_jax.data.corpus import CorpusConfig, EmptySplitError, Split, load_docu
 from ttcd_jax.data.packing import BestFitRows, DocumentRows, PackedRows, encode_documents
 from ttcd_jax.data.pipeline import ENDLESS, RowSource
 from ttcd_jax.data.records import Metadata, TokenRecords
-from ttcd_jax.data.synthetic.evidence import EvidenceConfig
-from ttcd_jax.data.synthetic.recall import RecallConfig
-from ttcd_jax.data.synthetic.rows import SyntheticConfig
+from ttcd_jax.data.synthetic import EvidenceConfig, RecallConfig, SyntheticConfig
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import read_json, sha256

@@ -69,8 +69,7 @@ def stream(
     memory: MemoryMode = "kept",
     fewest: int = 0,
 ) -> Pieces:
-    """`prefill` as an iterator over pieces, of rows that have at least `fewest` tokens. Each piece
-    donates the state before it."""
+    """`prefill` as an iterator over pieces; each donates the state before it."""
     if piece_size is not None and piece_size < 1:
         raise UserError(f"piece_size {piece_size} must be at least 1")
     tokens, lengths = _check(model.config, state, tokens, lengths, fewest)

@@ -27,8 +27,7 @@ Facts = dict[str, Any]  # of a record; `model` and `parameters` say which model
 
 
 def model_facts(model: InferenceModel) -> Facts:
-    """The configuration of a model, and the SHA-256 of all parameters with their names, dtypes and
-    shapes."""
+    """The configuration of a model, and the SHA-256 of all its parameters with names and dtypes."""
     sha256 = hashlib.sha256()
     for name, leaf in by_name(model).items():
         array = np.asarray(leaf)

@@ -49,12 +49,9 @@ def start_state(
     model: InferenceModel, batch_size: int, *, max_length: int | None = None
 ) -> InferenceState:
     """The initial state of `batch_size` rows, sharded over the mesh in use by `state_axes`.
-
-    `max_length`: the most tokens of a row, needed by full attention.
-
-    Raises `UserError` for full attention without `max_length`, a model that reads tokens ahead, a
-    batch that does not divide among the devices, and a mesh that shards rows (seq > 1).
-    """
+    `max_length`: the most tokens of a row, needed by full attention. Raises `UserError` without it,
+    for a model that reads tokens ahead, a batch that does not divide among the devices, and a mesh
+    with seq > 1."""
     if batch_size < 1:
         raise UserError(f"batch_size {batch_size} must be at least 1")
     if rules.axis_size("seq") > 1:
@@ -123,8 +120,7 @@ def is_frozen(state: InferenceState) -> bool:
 
 
 def state_axes(state: InferenceState) -> InferenceState:
-    """The logical axes (`sharding.rules`) of every array: rows by `batch`, rings by `kv_heads`,
-    sums of delta_w and running weights by `mlp`."""
+    """The logical axes (`sharding.rules`) of every array."""
 
     def axes(node: Any) -> Any:
         return node.axes() if hasattr(node, "axes") else ("batch", *(None,) * (node.ndim - 1))

@@ -169,13 +169,11 @@ class Inspection:
         return Reads(chosen, at, *map(np.stack, zip(*found, strict=True)))
 
     def contribution(self, layer: int, query: int, writer: int) -> Float[np.ndarray, " D"]:
-        """What a read loses if the writer's error were zero, while it erases as it did. Those of
-        all writers add up to the read."""
+        """What a read loses if the writer's error were zero, while it erases as it did."""
         return self._weighted(layer, query, writer, self.memory(layer).errors)
 
     def removal(self, layer: int, query: int, writer: int) -> Float[np.ndarray, " D"]:
-        """What a read loses if the writer neither stored nor erased anything; of a sum, the
-        `contribution`."""
+        """What a read loses if the writer neither stored nor erased anything."""
         return self._weighted(layer, query, writer, self.memory(layer).walk.writes)
 
     def writers(self, token: int, count: int = 8, layer: int | None = None) -> Answer:
@@ -219,8 +217,7 @@ class Inspection:
         ]
 
     def controls(self, other: Text | None = None) -> list[Row]:
-        """The mean losses as it is and under every control that the model can have; with the memory
-        of the text `other`, if there is one."""
+        """The mean losses as it is and under every control that the model can have."""
         missing = lacks(self.model.config)
         losses = {"as it is": self.loss_on, "memory off": self.loss_off}
         losses |= {} if missing["shuffled"] else {"shuffled keys": self.with_shuffled_keys()}
@@ -237,9 +234,8 @@ class Inspection:
         return found | ({} if self.segments is None else {"segments": self.segments})
 
     def show(self, what: str = "gain", **options: Any) -> show.Shown:
-        """For a notebook, in light and dark: the text coloured by "gain", by "gate" or by "write"
-        (|k^T u|) of a `layer`; "loudness" along the row; "reads" x writes of a `layer`, of
-        `queries`."""
+        """For a notebook: the text coloured by "gain", by "gate" or by "write" (|k^T u|) of a
+        `layer`; "loudness" along the row; "reads" x writes of a `layer`, of `queries`."""
         return show.view(self, what, **options)
 
     def _repr_html_(self) -> str:

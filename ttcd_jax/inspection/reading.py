@@ -83,9 +83,8 @@ def read_row(
     control: Control | None = None,
     layers: Collection[int] = (),
 ) -> tuple[np.ndarray, dict[int, list[Operands]]]:
-    """(nats of the tokens of the first row [T], NaN where a document begins, whose first token
-    nothing predicts; the operands of its memories in `layers`, numpy by part). `segments` are those
-    of every row."""
+    """(nats of the tokens of the first row [T], NaN where a document begins; the operands of its
+    memories in `layers`, numpy by part). `segments` are those of every row."""
     chunk = memory_chunk(model.config)
     assert chunk is not None
     size, length = chunk * max(1, PART // chunk), tokens.shape[1]
@@ -138,11 +137,10 @@ def _nats(model: InferenceModel, h: Array, targets: Array) -> Array:
 def with_stream_memory(
     run: Any, *, window: int = 128, layer: int | None = None, rate: float = 0.3, sinks: int = 4
 ) -> Any:
-    """The run, whose model reads under `window`, with `sinks` first tokens beside it, and has a
-    memory of what its stream lacks there beside the model as it is: after `layer` (None: at four
-    fifths of the layers), of this constant rate, as task stream measures. `run`: a `LoadedRun`,
-    whose parameters are shared. Raises `UserError` for a model with a memory of its own, a layer
-    that it has not, and a window that is not smaller."""
+    """The run (a `LoadedRun`), whose model reads under `window`, with `sinks` first tokens beside
+    it, and has a memory of what its stream lacks beside the model as it is: after `layer` (None: at
+    four fifths of the layers), of this constant rate, as task stream measures. Parameters are
+    shared. Raises `UserError` for a model with a memory, and a window that is not smaller."""
     config, params = run.config, nnx.to_pure_dict(nnx.state(run.model, nnx.Param))
     if method_named(config.method).layers != "none":
         raise UserError(f"method {config.method!r} has its own memory: inspect the run as it is")

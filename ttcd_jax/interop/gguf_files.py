@@ -1,11 +1,9 @@
 """Checkpoints in GGUF, the file format of llama.cpp: models of the families Llama, Qwen2 and Qwen3.
 
 A file is a header (numbers, texts and lists by name; then name, shape, type and offset of every
-tensor) and the tensors, most of them quantized in blocks. All are little endian. The header is read
-here, since the library that dequantizes tensors allocates what a header says before it looks.
-
-What it says becomes what a folder of transformers says: a `config.json`, weights by its names, read
-and dequantized one by one, and the files of its tokenizer.
+tensor) and the tensors, most of them quantized in blocks, little endian. The header is read here,
+since the library that dequantizes tensors allocates what a header says before it looks. What it
+says becomes what a folder of transformers says.
 """
 
 import collections
@@ -177,9 +175,8 @@ def open_gguf(path: Path, folder: Path) -> ImportedModel:
     """The model in a file, whose tensors are dequantized to float32 as they are read. Writes into
     `folder` the small files that a folder of transformers would have.
 
-    Raises `DataError` for a file that is damaged, and by name for an architecture, an option, a
-    type of tensors or a tokenizer that is not supported; `UserError` without the library gguf; and
-    as `open_checkpoint` does.
+    Raises `DataError` for a file that is damaged, and by name for what is not supported;
+    `UserError` without the library gguf; and as `open_checkpoint` does.
     """
     header = _Header(path)
     config, names = _config(header), header.their_names()

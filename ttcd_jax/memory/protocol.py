@@ -2,8 +2,7 @@
 
 A memory is one object, a pytree whose arrays are parameters. Three drivers run it: over a row
 (`Memory.row`), over rows shared by several devices (`rows.over_rows`), over a row in pieces
-(`pieces.over_piece`). Most memories go chunk by chunk: every token of a chunk reads the writes of
-the chunks before it, and a chunk is written as a whole (`ChunkedMemory`).
+(`pieces.over_piece`). Most memories go chunk by chunk (`ChunkedMemory`).
 """
 
 import abc
@@ -163,8 +162,7 @@ class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
     def row(
         self, prepared: Chunks[Writes], state: State | None = None, *, needs_end: bool = True
     ) -> tuple[Float[Array, "B C L *rest"], State]:
-        """A scan over chunks, each recomputed in the backward. `needs_end`: the last chunk writes
-        too."""
+        """A scan over chunks, each recomputed in the backward."""
         chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), prepared)
         written = chunks if needs_end else jax.tree.map(lambda x: x[:-1], chunks)
         advance = jax.checkpoint(self.advance, prevent_cse=False)

@@ -37,9 +37,8 @@ Channels = tuple[jax.Array, jax.Array, jax.Array]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaRuleConfig(registry.Settings):
     """The settings of the method. `num_taps` of its convolutions, which begin as `conv_init`:
-    "previous" starts keys at the token before, queries and values at the token itself.
-    `value_expansion`: channels of a value head per channel of a key head; `chunk_size` changes the
-    speed, not the result."""
+    "previous" starts keys at the token before. `value_expansion`: channels of a value head per
+    channel of a key head; `chunk_size` changes the speed, not the result."""
 
     num_taps: Positive = 4
     conv_init: Literal["uniform", "previous"] = "uniform"
@@ -118,8 +117,7 @@ class DeltaState(NamedTuple):
 
 
 class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
-    """h [B, T, D] -> [B, T, D]: q, k, v linear in h, beta = sigmoid(h W_rate), delta rule,
-    output."""
+    """h [B, T, D] -> [B, T, D]."""
 
     def __init__(self, config: DeltaSublayerConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config

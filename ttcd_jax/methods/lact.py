@@ -46,11 +46,10 @@ class LaCTMemoryConfig(registry.Settings):
     `num_fast_heads` of the memory, with `hidden_expansion` hidden features per channel of a head,
     rounded down; `chunk_size` tokens learn at once. `low_rank`: w0 and w2 start as a product of
     this rank plus 0.5 I; None: full. `has_momentum`: updates have one, gated by token.
-    `orthogonalizes_updates`: Newton-Schulz on every update, in precision.state. `keeps_raw_state`:
-    updates add to weights that are normalized only for reads. `has_qk_silu`: SiLU on fast q and k,
-    and, with `has_value_silu` too, on v. `has_scale`: the gate silu(h W_s). `has_rope`: fast q and
-    k are rotated; those of the attention always are. `has_qk_norm`: over the whole width, and
-    `has_qkv_bias`, both for attention and memory.
+    `orthogonalizes_updates`: Newton-Schulz on every update. `keeps_raw_state`: updates add to
+    weights that are normalized only for reads. `has_qk_silu`: SiLU on fast q and k, and, with
+    `has_value_silu`, on v. `has_scale`: the gate silu(h W_s). `has_rope`: fast q and k are rotated.
+    `has_qk_norm`: over the whole width, and `has_qkv_bias`, both for attention and memory.
     """
 
     num_fast_heads: Positive = 4

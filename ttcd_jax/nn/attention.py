@@ -26,11 +26,10 @@ class Heads(Dims):
     `num_heads` query heads and `num_kv_heads` key heads (None: as many), of `head_dim` channels
     (None: dim / num_heads), with the rotary embedding `rope`. `window`: tokens that a query sees,
     itself included; None is full attention. `has_qk_norm`: q and k of every head are normalized,
-    with `qk_norm_eps`, 1e-6 in Hugging Face's Qwen3 and 1e-5 in the reference implementation,
-    whatever its other norms use. `has_qkv_bias`: q, k and v have biases, as Qwen2's.
-    `attention_implementation`: a kernel by its name in `ttcd_kernels`, or the one that fits.
-    `sink_tokens`: so many first tokens of its document a query sees besides its window.
-    `has_sink_logits`: every head has a learned term in the denominator of its softmax.
+    with `qk_norm_eps`, 1e-6 in Hugging Face's Qwen3 and 1e-5 in the reference implementation.
+    `has_qkv_bias`: q, k and v have biases, as Qwen2's. `attention_implementation`: a kernel by its
+    name in `ttcd_kernels`. `sink_tokens`: so many first tokens of its document a query sees besides
+    its window. `has_sink_logits`: every head has a learned term in the denominator of its softmax.
     """
 
     num_heads: Positive

@@ -166,8 +166,7 @@ class Mixer(Sublayer):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Output:
-        """The output; under two windows (teacher, student), equal in the first `student_window`
-        tokens of a document."""
+        """The output; under two windows (teacher, student)."""
         check_hidden("h", h, self.config.dims.dim)
         return self.forward(h, Row.of(h, positions, segment_ids))[0]
 
@@ -245,8 +244,7 @@ class Block(Configured):
         segment_ids: Int[Array, "B T"] | None = None,
         embeddings: Hidden | None = None,
     ) -> Joined:
-        """The block's output. `embeddings` of the tokens are the targets of an IP-TTT memory
-        that stores them."""
+        """The block's output. `embeddings`: the targets of an IP-TTT memory that stores them."""
         width = self.config.mixer.num_streams * self.config.mixer.dims.dim
         check_array("the layer", "h", h, "float", "B", "T", width)
         return self.forward(h, Row.of(h, positions, segment_ids, embeddings))[0]

@@ -64,8 +64,7 @@ def _is_not_orbax(record: LogRecord) -> bool:
 
 @functools.cache
 def _silence_orbax() -> None:
-    """Keeps Orbax's log off the terminal: its progress, and the failures that it also raises. The
-    event loop, closed over the other reads and writes, repeats each."""
+    """Keeps Orbax's log off the terminal: its progress, and the failures that it also raises."""
     for name in ("absl", "asyncio"):
         getLogger(name).addFilter(_is_not_orbax)
     report = sys.unraisablehook
@@ -112,8 +111,7 @@ def complete_steps(directory: Path) -> list[int]:
 
 
 def fetch_steps(directory: Path) -> None:
-    """Makes the steps in the copy of a folder in a bucket those that are sealed there: the digest
-    of each. What a killed writer left of a step is not seen, and removed by the next one."""
+    """Makes the steps in the copy of a folder in a bucket those that have a digest there."""
     sealed = {x for x in storage.names(directory) if PurePath(x).match(f"*/{digest.DIGEST}")}
     storage.fetch(directory, sealed.__contains__)
     for step in complete_steps(directory):
@@ -199,10 +197,9 @@ class Checkpoints:
         return complete_steps(self._directory)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Starts writing `state`, which may be donated or deleted afterwards. Until this returns,
-        the devices hold the stacked layers twice. Waits for the previous step, whose failure is
-        raised here: `CheckpointError`, or `ResourceError` for a full disk.
-        """
+        """Starts writing `state`, which may be donated or deleted afterwards. Waits for the
+        previous step, whose failure is raised here: `CheckpointError`, or `ResourceError` for a
+        full disk."""
         self.wait()
         items = _to_items(self._on_disk(by_name(state)))
         args = ocp.args.Composite(**{x: type(self).save_args(items[x]) for x in items})
@@ -447,8 +444,7 @@ class _StreamingHandler(NumpyHandler):
 
 
 class StreamedCheckpoints(Checkpoints):
-    """Writes states whose leaves are `StreamedLeaf`s, under their names on disk; `Checkpoints`
-    reads them."""
+    """Writes states whose leaves are `StreamedLeaf`s, under their names on disk."""
 
     save_args = ocp.args.PyTreeSave
 
