@@ -66,7 +66,6 @@ class CorpusConfig(Config):
                 )
 
     def binds(self, name: str) -> bool:
-        """Whether a field has another value than its default."""
         return getattr(self, name) != getattr(CorpusConfig, name)
 
 
@@ -88,7 +87,6 @@ class Census:
             self._digest.update(part)
 
     def summary(self) -> dict[str, Any]:
-        """The census, ready for JSON; `sha256` covers names and contents, in order."""
         counts = {"num_documents": self._num_documents, "num_bytes": self._num_bytes}
         return counts | {"sha256": self._digest.hexdigest()}
 

@@ -73,7 +73,6 @@ class LeftOut:
         self.first: list[str] = []
 
     def add(self, value: bytes | np.ndarray | DataError) -> None:
-        """Counts a document, or its error."""
         self._num_read += 1
         if isinstance(value, DataError):
             self.num_lines += 1
@@ -134,7 +133,6 @@ def lists_files(path: PurePath) -> bool:
 
 
 def with_companions(file: Path) -> set[Path]:
-    """A file and those that it stands for."""
     beside = file.parent.iterdir() if lists_files(file) else ()
     return {file, *(x for x in beside if file.name == _INDEX or x == file.with_suffix(".bin"))}
 
@@ -326,7 +324,6 @@ class _Shard:
             _refuse(self.path, f"{problem}: write it again with a smaller size_limit")
 
     def samples(self, data: np.ndarray) -> Iterator[np.ndarray]:
-        """The samples in the content of the file."""
         if data.size != self.num_bytes:
             problem = f"holds {data.size} bytes, its index says {self.num_bytes}: copy it again"
             _refuse(self.path, problem)

@@ -38,7 +38,6 @@ AGAIN = "copy it again, or prepare it anew (ttcd prepare)"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """uint16 if it holds every id, else uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 

@@ -104,7 +104,6 @@ def _is_sound(manifest: Metadata) -> bool:
 
 
 def sealed(manifest: Metadata) -> Metadata:
-    """`manifest` with its own sha256 added."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     return manifest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
 
@@ -240,7 +239,6 @@ def _stored(folder: Path) -> Metadata:
 
 
 def _batches(documents: _Stream) -> Iterator[tuple[_Batch, int]]:
-    """Batches of about `_BATCH_BYTES`, with their sizes."""
     batch, num_bytes = collections.defaultdict(list), 0
     for split, document in documents:
         batch[split].append(document)
@@ -254,7 +252,6 @@ def _batches(documents: _Stream) -> Iterator[tuple[_Batch, int]]:
 def _encoded(
     batches: Iterator[tuple[_Batch, int]], encode: Callable[[_Batch], _Encoded], num_processes: int
 ) -> Iterator[tuple[_Batch, _Encoded]]:
-    """The batches with their records, in their order."""
     if num_processes == 1:
         yield from ((batch, encode(batch)) for batch, _ in batches)
         return

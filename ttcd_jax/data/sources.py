@@ -73,7 +73,6 @@ class MixedRows:
 
 
 def _drawn(num_rows: int, weights: list[int]) -> list[int]:
-    """Rows of each part among the first `num_rows`."""
     drawn, total = [], sum(weights)
     for weight in weights:
         rest = num_rows * (total - weight) // total if total else num_rows
@@ -160,7 +159,6 @@ class RecordsConfig(WeightedConfig):
         self.check_weights("folders", len(self.folders or self._paths))
 
     def located(self) -> list[Path]:
-        """The folders of records."""
         paths = [storage.to_path(path) for path in self._paths]
         is_there = paths[0].is_dir() or storage.address(paths[0]) is not None
         if self.folders and is_there and not storage.fetch(paths[0] / records.MANIFEST).exists():
@@ -177,7 +175,6 @@ class RecordsConfig(WeightedConfig):
 
     @property
     def tokenizer(self) -> TokenizerConfig:
-        """The tokenizer of the first folder."""
         return records.records_tokenizer(self.located()[0])
 
     def manifests(self) -> list[Metadata]:
@@ -211,7 +208,6 @@ class RecordsConfig(WeightedConfig):
         return rows, found | {"num_rows": num_rows}
 
     def identity(self) -> Metadata:
-        """The part of the manifest that identifies the records."""
         return {"kind": "records", "sha256": [manifest["sha256"] for manifest in self.manifests()]}
 
 
@@ -233,7 +229,6 @@ class TextConfig(configs.Config):
         return manifest(self.corpus, load_documents(self.corpus, "train"))
 
     def open(self, split: Split) -> list[TokenRecords]:
-        """The documents of a split as records in memory."""
         documents = load_documents(self.corpus, split)
         return [encode_documents(documents, build_tokenizer(self.tokenizer))]
 
@@ -328,7 +323,6 @@ def synthetic_data(data: dict[str, Any]) -> SyntheticConfig | None:
 
 
 def row_length(data: dict[str, Any]) -> int:
-    """Tokens in a row of a run with this data configuration."""
     drawn = synthetic_data(data)
     return data["seq_len"] if drawn is None else drawn.seq_len
 

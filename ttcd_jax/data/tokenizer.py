@@ -141,7 +141,6 @@ class JsonTokenizer:
         return token_id
 
     def token(self, token_id: int) -> str:
-        """The entry of the vocabulary."""
         name = self._tokenizer.id_to_token(token_id)
         assert name is not None, f"{token_id} is no id of the tokenizer"
         return name
@@ -250,7 +249,6 @@ def library_errors(problem: str) -> Iterator[None]:
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that `config` describes."""
     return ByteTokenizer() if config.path is None else JsonTokenizer(config)
 
 
@@ -288,7 +286,6 @@ TEXT_FILES = (_TOKENIZER, _GENERATION, "special_tokens_map.json", "chat_template
 
 
 def tokenizer_of(file: Path) -> TokenizerConfig:
-    """The tokenizer of a `tokenizer.json` with the special tokens of its folder."""
     return TokenizerConfig(kind="json", path=str(file), **special_tokens(file.parent))
 
 

@@ -95,7 +95,6 @@ class Inspection:
 
     @property
     def gate(self) -> Float[np.ndarray, "Y T"]:
-        """beta; 1 without a gate."""
         return self._by_token(lambda x: x.gate)
 
     @property
@@ -121,7 +120,6 @@ class Inspection:
         return np.stack([abs(x.eta) * x.walk.sizes / x.base for x in self.memories.values()])
 
     def without_layer(self, layer: int) -> PerToken:
-        """The losses when the memory of one layer is not read."""
         self.memory(layer)
         return self._losses(reading.without(self.model, [layer], len(self.tokens)))
 
@@ -189,7 +187,6 @@ class Inspection:
         return Answer(token, token - 1, order, total[order], tuple(map(self.around, order)))
 
     def around(self, token: int, reach: int = 12) -> str:
-        """The text around a token, the token itself in brackets."""
         before, after = self.texts[max(token - reach, 0) : token], self.texts[token + 1 :][:reach]
         return f"{''.join(before)}[{self.texts[token]}]{''.join(after)}"
 
@@ -308,7 +305,6 @@ def row_of(tokenizer: Any, text: Text | list[Text]) -> tuple[np.ndarray, np.ndar
 
 
 def _joined(memory: SumMemory, parts: list[Operands]) -> Memory:
-    """The operands of a row from those of its parts."""
 
     def whole(get: Callable[[Operands], Any], default: Any = None) -> Any:
         if default is None and get(parts[0]) is None:

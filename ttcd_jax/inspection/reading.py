@@ -61,7 +61,6 @@ def memories(model: InferenceModel) -> dict[int, SumMemory]:
 
 
 def changed(model: InferenceModel, config: Any) -> InferenceModel:
-    """The model of the same parameters by another configuration."""
     other = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
     return dataclasses.replace(model, config=config, blocks=other.blocks)
 

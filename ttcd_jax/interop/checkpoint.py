@@ -52,8 +52,6 @@ _MODEL_NAMES: Names = {
 
 
 class Layout(NamedTuple):
-    """The two directions of a tensor's conversion."""
-
     to_ours: Callable[[Any], Any]
     to_theirs: Callable[[Any], Any]
 
@@ -74,7 +72,6 @@ class Named(NamedTuple):
 
 
 def names_on_disk(config: TransformerConfig) -> dict[str, Named]:
-    """Every parameter of the model by its reference name."""
     names = dict(_MODEL_NAMES)
     for layer, block in enumerate(block_configs(config)):
         for name, (path, layout) in block.reference_names.items():
@@ -252,7 +249,6 @@ def _check_expressed(ours: TransformerConfig, theirs: TransformerConfig, whose: 
 
 
 def _seen(config: TransformerConfig) -> dict[str, Any]:
-    """The fields that the output of a model depends on."""
     fields = {name: getattr(config, name) for name in ("vocab_size", "norm_eps", "has_tied_head")}
     blocks = enumerate(block_configs(config))
     return fields | {f"layer {layer}": block.to_dict() for layer, block in blocks}

@@ -96,11 +96,9 @@ class _Header:
         return float(str(np.float32(value))) if kind is float else value
 
     def setting(self, name: str, kind: type, default: Any = None) -> Any:
-        """A field of the architecture."""
         return self.get(f"{self.architecture}.{name}", kind, default)
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, dequantized."""
         shape, kind, start, size = self.tensors[name]
         rows = self._data[self._first + start :][:size].reshape(math.prod(shape[:-1]), -1)
         return self._gguf.dequantize(rows, kind).astype(np.float32, copy=False).reshape(shape)
@@ -120,7 +118,6 @@ class _Header:
         raise DataError(f"{self.path} is damaged, truncated or no GGUF file: {problem}")
 
     def _take(self, size: int) -> np.ndarray:
-        """The next `size` bytes."""
         if size > len(self._data) - self._position:
             self._fail(f"its header goes on after its end, byte {len(self._data):,}")
         self._position += size
@@ -200,7 +197,6 @@ def open_gguf(path: Path, folder: Path) -> ImportedModel:
 
 
 def _config(header: _Header) -> dict[str, Any]:
-    """The object of `config.json`."""
     path, architecture, setting = header.path, header.architecture, header.setting
     if architecture not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
@@ -311,7 +307,6 @@ _SPLITS: dict[str, pre_tokenizers.PreTokenizer] = {
 
 
 def _tokenizer(path: Path, split: str, tokens: list[str], kinds: list[int], pairs: list) -> str:
-    """The `tokenizer.json` of byte-level BPE."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
     with library_errors(f"{path} describes no tokenizer"):
         model = models.BPE(vocabulary, pairs, ignore_merges=split == "llama-bpe")

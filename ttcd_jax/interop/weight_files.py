@@ -174,7 +174,6 @@ def _opened(files: Sequence[Path]) -> WeightFiles:
 
 
 def _stored_in(file: Path) -> dict[str, StoredTensor]:
-    """The tensors in the header of a file."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")

@@ -88,7 +88,6 @@ class DeltaMemory(AssociativeMemory[DeltaWrites, State, Solved, Transition]):
     state_dtype: DTypeLike = dataclasses.field(metadata={"static": True})
 
     def axes(self) -> Axes:
-        """Heads are independent."""
         heads = (*ROWS, "heads")
         return Axes((), heads, heads, heads)
 
@@ -265,14 +264,12 @@ def _advance(state: jax.Array, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
 
 
 def _written(state: jax.Array, chunk: _Chunk) -> jax.Array:
-    """u [B, N, L, X]."""
     narrow, wide = chunk.scores.dtype, chunk.writes.dtype
     erased = product("BNLH,BNHX->BNLX", chunk.erases, state.astype(narrow), wide)
     return (chunk.writes - erased).astype(narrow)
 
 
 def _after(state: jax.Array, chunk: _Chunk, u: jax.Array | None = None) -> jax.Array:
-    """The state after a chunk."""
     u = _written(state, chunk) if u is None else u
     added = product("BNLH,BNLX->BNHX", chunk.keys, u, chunk.writes.dtype)
     return (chunk.kept * state + added).astype(state.dtype)

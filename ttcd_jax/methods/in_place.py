@@ -127,7 +127,6 @@ class PrefixSettings(InPlaceSettings):
         return PrefixOptions(*fields, state_dtype=precision.state_dtype)
 
     def error_flops(self, mlp: MLPConfig, length: int) -> int | float:
-        """Of the projection and of the correction."""
         proj = self.has_proj * 2 * length * mlp.dim**2
         return proj + self.corrects_errors * self.correction_flops(mlp, length)
 
@@ -305,7 +304,6 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     def _window_squares(
         self, convolved: Convolved, writes: Any, segments: Int[Array, "B C L"] | None
     ) -> Float[Array, "B C L"] | None:
-        """`Operands.window_squares`."""
         if not self.has_teacher:
             return None
         free, errors = self.without_gap(convolved, segments), writes.errors
@@ -453,7 +451,6 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         return jnp.broadcast_to(-rate, (*x.shape[:2], len(settings.half_lives)))
 
     def w_base(self) -> Float[Array, "F D"]:
-        """The down projection in the compute dtype."""
         return self.down[...].astype(self.config.precision.compute_dtype)
 
     def _init_sum(self, rngs: nnx.Rngs) -> None:

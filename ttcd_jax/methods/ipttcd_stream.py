@@ -269,7 +269,6 @@ class StreamMemoryMLP(InPlaceMLP[Lesson, Lesson], config=StreamMemoryMLPConfig):
 
 
 def _blocks(config: Any, settings: StreamMemoryConfig) -> tuple[BlockConfig, ...]:
-    """The blocks of all layers of a `TransformerConfig`."""
     if settings.is_frozen and config.window != config.student_window:
         raise UserError(
             f"is_frozen is for the student alone: set window {config.window} to its window, "

@@ -24,7 +24,6 @@ class Settings(Config):
 
     @classmethod
     def alternatives(cls) -> list[type[Config]]:
-        """The settings of all registered methods."""
         return METHODS.classes() if cls is Settings else [cls]
 
     def switched_off(self, length: int) -> "Settings | None":

@@ -136,7 +136,6 @@ class Sublayer(Configured):
             config.layer, cls.config_class = cls, config
 
     def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, Report]:
-        """(output, the report of the layer's memory)."""
         raise AssertionError(f"{type(self).__name__} defines its own forward")
 
     def start(self, batch_size: int, max_length: int | None) -> LayerState:
@@ -211,7 +210,6 @@ class BlockConfig(Config):
 
     @property
     def reference_names(self) -> Names:
-        """The names of the block's parameters in the reference implementation's checkpoints."""
         names: Names = {}
         for ours, (prefix, norm) in self.order.items():
             names[norm] = (f"{ours}_norm", "same")
@@ -266,7 +264,6 @@ class Block(Configured):
         return _added(*streams, y), report
 
     def inputs(self, name: str, h: Joined, row: Row) -> tuple[Hidden, Hidden | None]:
-        """The inputs of sub-layer `name`: (normed hidden states, those of a student)."""
         streams = self._streams(h)
         for before in itertools.takewhile(lambda other: other != name, self.config.order):
             streams, _ = self.step(before, streams, row)

@@ -149,7 +149,6 @@ def _await_calls(processes: Processes, seconds: float) -> None:
 
 
 def _call(processes: Processes, seconds: float) -> None:
-    """Calls process 0 until it answers."""
     reason: object = "it was called"
 
     def absence() -> str:

@@ -156,7 +156,6 @@ class Copies(NamedTuple):
 
 
 def table_axes(table: jax.Array | Copies) -> tuple[jax.Array, tuple[str, ...]]:
-    """(array, its logical axes) of a table for `sharded`."""
     return (table.stacked, ("copies",)) if isinstance(table, Copies) else (table, ("vocab",))
 
 

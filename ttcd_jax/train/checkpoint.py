@@ -84,7 +84,6 @@ def _to_items(leaves: Leaves) -> dict[str, Any]:
 
 
 def _to_leaves(items: dict[str, Any]) -> Leaves:
-    """The leaves of a state by name, from its items on disk."""
     return by_name({_PARAMS: items[_PARAMS], **items.get(_TRAIN, {})})
 
 
@@ -129,7 +128,6 @@ class Kept(NamedTuple):
     scores: Mapping[int, float] = {}
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Whether each of `checkpoints`, in ascending order, is one of them."""
         steps = [x.step for x in checkpoints]
         scored = sorted((x for x in steps if x in self.scores), key=self.scores.__getitem__)
         kept = {*steps[-self.newest :], *(scored[-self.best :] if self.best else [])}
@@ -193,7 +191,6 @@ class Checkpoints:
         self._unreadable: dict[int, str] = {}  # reasons, of steps that are not sealed
 
     def steps(self) -> list[int]:
-        """The complete steps on disk, in ascending order."""
         return complete_steps(self._directory)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -255,7 +252,6 @@ class Checkpoints:
     def _restore(
         self, abstract_state: dict[str, Any], step: int | None
     ) -> tuple[int, dict[str, Any]]:
-        """`restore`, of the steps there are now."""
         # The first process alone reads the disk, so that all agree even while a job writes.
         chosen, refused = self._judged(step) if jax.process_index() == 0 else (0, [])
         chosen = int(multihost_utils.broadcast_one_to_all(np.array(chosen)))

@@ -136,6 +136,5 @@ def _of_row(sharding: Sharding | None) -> Sharding | None:
 
 
 def model_of(config: TransformerConfig, rows: Leaves) -> Transformer:
-    """The model of parameters by their names on disk."""
     leaves = stacked(config, rows, by_name(abstract_params(config)))
     return with_params(config, unflatten_dict(jax.tree.map(jnp.asarray, leaves), sep="/"))

@@ -54,7 +54,6 @@ register = METRICS.add
 
 
 def in_step(names: Sequence[str]) -> Callable[[Forward], Metrics]:
-    """Those of the metrics that a step measures."""
     chosen = [x for x in map(METRICS.named, names) if x.is_in_step]
 
     def measure(forward: Forward) -> Metrics:
@@ -64,7 +63,6 @@ def in_step(names: Sequence[str]) -> Callable[[Forward], Metrics]:
 
 
 def programs(names: Sequence[str], model: TransformerConfig, num_parts: int) -> list[Measure]:
-    """Those of the metrics that are separate programs."""
 
     def measure(metric: Metric, params: Params, batch: Batch) -> Metrics:
         return _named(metric, metric.measure(with_params(model, params), batch, num_parts))

@@ -33,7 +33,6 @@ def group_of(axes: Axes) -> Group:
 
 
 def parameter_groups(axes: AxesTree) -> Any:
-    """`group_of` every parameter."""
     return jax.tree.map(group_of, axes, is_leaf=lambda node: isinstance(node, tuple))
 
 

@@ -70,7 +70,6 @@ class Watchdog:
             exit_timer.start()
 
     def leave_if_lost(self, error: Exception) -> None:
-        """Ends the process if `error` is due to a lost peer."""
         if self._has_peers and is_peer_lost(error):
             leave(f"another process was lost ({error})")
 
