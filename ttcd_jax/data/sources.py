@@ -312,14 +312,16 @@ DataConfig = (
 
 def text_data(data: dict[str, Any]) -> TextConfig | RecordsConfig | MixtureConfig | None:
     """The data configuration of a run as an object, if it is text."""
-    kinds = (x for x in (TextConfig, RecordsConfig, MixtureConfig) if x.__name__ == data["type"])
-    return next((kind.from_dict(data) for kind in kinds), None)
+    return _one_of(data, TextConfig, RecordsConfig, MixtureConfig)
 
 
 def synthetic_data(data: dict[str, Any]) -> SyntheticConfig | None:
     """The data configuration of a run as an object, if its rows are drawn."""
-    kinds = (x for x in (RecallConfig, EvidenceConfig) if x.__name__ == data["type"])
-    return next((kind.from_dict(data) for kind in kinds), None)
+    return _one_of(data, RecallConfig, EvidenceConfig)
+
+
+def _one_of(data: dict[str, Any], *kinds: type[configs.Config]) -> Any:
+    return next((x.from_dict(data) for x in kinds if x.__name__ == data["type"]), None)
 
 
 def row_length(data: dict[str, Any]) -> int:
