@@ -162,7 +162,7 @@ def dense(model: Transformer, memory: TextMemory) -> Transformer:
 def _layers(model: InferenceModel) -> dict[str, tuple[int, str, InPlaceMLP]]:
     """Every memory by its name: the number of its layer, its name in it, its MLP. Raises
     `UserError` for a model with others than sums and delta rules in down projections."""
-    blocks = enumerate(map(nnx.merge, model.blocks, model.layers))
+    blocks = enumerate(model.modules)
     parts = ((i, name, getattr(x, name)) for i, x in blocks for name in x.config.order)
     found = {f"layers/{i}/{x}": (i, x, y) for i, x, y in parts if isinstance(y, InPlaceMLP)}
     memories = (mlp.memory(mlp.settings.chunk_size) for *_, mlp in found.values())
