@@ -142,7 +142,7 @@ class Inspection:
         """The losses when the student's window is the teacher's."""
         check_control(config := self.model.config, "no_gap")
         equal = config.replace(**config.without_gap(len(self.tokens)))
-        return self._losses(reading.changed(self.model, equal))
+        return self._losses(self.model.by(equal))
 
     def reads(
         self, queries: Sequence[int] | np.ndarray | None = None, layers: Sequence[int] | None = None
