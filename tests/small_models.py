@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ttcd_jax import OptimizerConfig, Precision, RunConfig, TransformerConfig
 from ttcd_jax.commands.cli import CONFIG_DIR
-from ttcd_jax.data.synthetic.recall import RecallConfig
+from ttcd_jax.data.synthetic import RecallConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.delta_net import DeltaRuleConfig

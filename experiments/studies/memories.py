@@ -17,8 +17,7 @@ from ttcd_kernels.measure import environment
 from ttcd_kernels.table import format_table
 
 from ttcd_jax.commands import cli
-from ttcd_jax.data.synthetic.evidence import EvidenceConfig
-from ttcd_jax.data.synthetic.rows import HELD_OUT
+from ttcd_jax.data.synthetic import HELD_OUT, EvidenceConfig
 from ttcd_jax.files import write_whole
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill

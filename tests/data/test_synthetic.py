@@ -7,9 +7,7 @@ import pytest
 from checks import refused
 
 from ttcd_jax.data.sources import synthetic_data
-from ttcd_jax.data.synthetic.evidence import EvidenceConfig
-from ttcd_jax.data.synthetic.recall import RecallConfig
-from ttcd_jax.data.synthetic.rows import SyntheticRows
+from ttcd_jax.data.synthetic import EvidenceConfig, RecallConfig, SyntheticRows
 
 RECALL = RecallConfig(num_slots=12, num_keys=7, num_values=8)
 EVIDENCE = EvidenceConfig(num_facts=5, num_keys=7, num_values=8, num_fillers=3)

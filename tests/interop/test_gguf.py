@@ -174,12 +174,6 @@ def test_what_is_not_supported_is_named(field, changes, words, stored, tmp_path)
     refused(words, open_gguf, path, error=DataError)
 
 
-def test_lost_tensors_are_named(stored, tmp_path):
-    params, config = _case(stored, "llama")
-    params.pop(name := "model.layers.1.mlp.up_proj.weight")
-    refused(name, open_gguf, _write(tmp_path / "b.gguf", params, config))
-
-
 def test_damaged_files_are_refused_before_they_take_memory(stored, tmp_path):
     """Every number of the header at its largest, cuts, and random bytes."""
     tokens, merges = _vocabulary()

@@ -194,7 +194,8 @@ def test_special_tokens_are_those_of_the_folder(tmp_path):
     processor = {"special_tokens": {"<go>": {"id": "<go>", "ids": [2]}}}
     tokenizer = {"added_tokens": added, "post_processor": processor}
     assert found(tokenizer=tokenizer) == again | bos
-    assert not found(tokenizer_config=names | {"add_bos_token": False})["adds_bos"]
+    for adds in (False, True):
+        assert found(tokenizer_config=names | {"add_bos_token": adds})["adds_bos"] == adds
     assert found(tokenizer_config={"bos_token": None})["bos_id"] == 9
     for damaged in (7, {"a": 1}, [7, {"content": ["<go>"], "id": 2}]):
         assert found(tokenizer={"added_tokens": damaged})["bos_id"] == 9

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, distance, draw, logits_of, randomize
-from devices import printed
+from checks import assert_close, distance, draw, logits_of, randomize, refused
+from devices import elsewhere
 from flax import nnx
 from small_models import config_of, small_attention
 
-from ttcd_jax.errors import UserError
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill
@@ -110,43 +109,27 @@ def test_pieces_and_tokens_see_the_sinks_of_the_whole_row(method, sizes, float64
         assert_close(np.asarray(logits), whole[:, at])
 
 
-def test_the_reference_has_no_sinks():
+def test_the_reference_has_no_sinks_and_lact_alone_no_learned_ones():
     config = config_of("swa", sink_tokens=1)
-    with pytest.raises(UserError, match=r"cannot express .*sink_tokens 1"):
-        export_reference({}, config)
+    refused("cannot express |sink_tokens 1", export_reference, {}, config)
+    refused("has_sink_logits", config_of, "lact", has_sink_logits=True)
+    assert all(config_of(x, has_sink_logits=True) for x in METHODS if x != "lact")
 
 
 def test_sinks_inside_a_window_are_where_they_are():
-    assert config_of("swa", window=6, sink_tokens=2, sink_reach=8)
-    with pytest.raises(UserError, match="set it to 8 or more"):
-        config_of("swa", window=6, sink_tokens=2, sink_reach=7)
-
-
-def test_only_lact_has_no_learned_sinks(float64):
-    for method in METHODS:
-        if method == "lact":
-            with pytest.raises(UserError, match="has_sink_logits"):
-                config_of(method, has_sink_logits=True)
-        else:
-            assert config_of(method, has_sink_logits=True)
+    fields = {"window": 6, "sink_tokens": 2}
+    assert config_of("swa", **fields, sink_reach=8)
+    refused("set it to 8 or more", config_of, "swa", **fields, sink_reach=7)
 
 
 def test_sinks_are_those_of_the_document_on_any_device():
-    worst = printed(__file__, count=8).split()
-    assert worst
-    assert all(float(x) < 1e-10 for x in worst), worst
+    assert elsewhere(worst_on_meshes, is_wide=True) < 1e-10
 
 
-def _loss(model, tokens, ids, positions):
-    hidden, _ = model.forward(tokens, ids, positions)
-    return summed_loss(hidden, model.head_weight(), tokens, jnp.ones(tokens.shape, bool), 16)
-
-
-def _print_differences():
-    """Of loss and gradients on a mesh from those without one: documents that begin in a shard, at
-    its last two positions, and three shards before."""
-    jax.config.update("jax_enable_x64", True)
-    rng, length = np.random.default_rng(0), 32
+def worst_on_meshes():
+    """The largest relative difference of loss and gradients on a mesh from those without one:
+    documents that begin in a shard, at its last two positions, and three shards before."""
+    rng, length, worst = np.random.default_rng(0), 32, 0.0
     begins = [[0, 3, 7, 15], [0, 6, 31], [0], [0, 1, 2, 14]]
     ids = np.array([np.isin(np.arange(length), x).cumsum() for x in begins])
     tokens = rng.integers(0, 11, ids.shape)
@@ -160,8 +143,10 @@ def _print_differences():
         row = Row.of(jnp.asarray(tokens), segment_ids=segments)
         batch = jnp.asarray(tokens), row.segment_ids, row.positions
 
-        def run(params, *batch, config=config):
-            return _loss(with_params(config, params), *batch)
+        def run(params, tokens, *rest, config=config):
+            hidden, _ = (model := with_params(config, params)).forward(tokens, *rest)
+            mask = jnp.ones(tokens.shape, bool)
+            return summed_loss(hidden, model.head_weight(), tokens, mask, 16)
 
         step = jax.jit(jax.value_and_grad(run))
         alone = step(params, *batch)
@@ -170,9 +155,5 @@ def _print_differences():
             with jax.set_mesh(mesh):
                 placed = jax.device_put(params, params_shardings(config, mesh))
                 found = jax.jit(jax.value_and_grad(run))(placed, *batch)
-            pairs = zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True)
-            print(max(distance(x, y) for x, y in pairs))
-
-
-if __name__ == "__main__":
-    _print_differences()
+            worst = max(worst, *map(distance, jax.tree.leaves(found), jax.tree.leaves(alone)))
+    return worst

@@ -9,7 +9,7 @@ import pytest
 from checks import assert_close, randomize, refused
 from small_models import byte_model, config_of
 
-from ttcd_jax.data.synthetic.recall import RecallConfig
+from ttcd_jax.data.synthetic import RecallConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.measure.results import evaluate, merged
 from ttcd_jax.measure.task import Subject

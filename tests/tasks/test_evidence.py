@@ -7,7 +7,7 @@ import pytest
 from checks import randomize, refused
 from small_models import RECALL, config_of
 
-from ttcd_jax.data.synthetic.evidence import EvidenceConfig
+from ttcd_jax.data.synthetic import EvidenceConfig
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.measure.results import evaluate
 from ttcd_jax.measure.task import Subject

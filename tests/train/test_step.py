@@ -12,7 +12,7 @@ from small_models import RECALL, config_of
 
 from ttcd_jax import MemoryConfig, Precision
 from ttcd_jax.data.pipeline import Batches
-from ttcd_jax.data.synthetic.rows import SyntheticRows
+from ttcd_jax.data.synthetic import SyntheticRows
 from ttcd_jax.train import bad_steps
 from ttcd_jax.train import step as step_module
 from ttcd_jax.train.bad_steps import fault, judged, no_skips

@@ -49,8 +49,7 @@ def unpacked(path: Path) -> Iterator[io.BufferedIOBase]:
 
 
 def bytes_read(more: int = 0) -> int:
-    """The bytes that this process has read from files, still packed, with `more` of a memory-mapped
-    file."""
+    """Packed bytes that this process has read from files, with `more` of a memory-mapped one."""
     _Counted.num_bytes += more
     return _Counted.num_bytes
 

@@ -66,7 +66,6 @@ class CorpusConfig(Config):
                 )
 
     def binds(self, name: str) -> bool:
-        """Whether a field has another value than its default."""
         return getattr(self, name) != getattr(CorpusConfig, name)
 
 
@@ -88,14 +87,12 @@ class Census:
             self._digest.update(part)
 
     def summary(self) -> dict[str, Any]:
-        """The census, ready for JSON; `sha256` covers names and contents, in order."""
         counts = {"num_documents": self._num_documents, "num_bytes": self._num_bytes}
         return counts | {"sha256": self._digest.hexdigest()}
 
 
 def manifest(config: CorpusConfig, documents: Iterable[Document]) -> dict[str, Any]:
-    """The manifest of the documents for a run directory, ready for JSON; with the version of the
-    Python whose standard library they are."""
+    """The manifest of the documents for a run directory, ready for JSON."""
     python = {} if config.path else {"python": platform.python_version()}
     return {"kind": config.kind} | python | Census(documents).summary()
 

@@ -73,7 +73,6 @@ class LeftOut:
         self.first: list[str] = []
 
     def add(self, value: bytes | np.ndarray | DataError) -> None:
-        """Counts a document, or its error."""
         self._num_read += 1
         if isinstance(value, DataError):
             self.num_lines += 1
@@ -134,15 +133,13 @@ def lists_files(path: PurePath) -> bool:
 
 
 def with_companions(file: Path) -> set[Path]:
-    """A file and those that it stands for."""
     beside = file.parent.iterdir() if lists_files(file) else ()
     return {file, *(x for x in beside if file.name == _INDEX or x == file.with_suffix(".bin"))}
 
 
 def glob_of(folder: Path | str, names: Iterable[PurePath]) -> str:
     """The pattern that matches the files of documents below `folder`, all of one kind, among files
-    of these names. Raises `UserError` for none, for several kinds, and for tables of `datasets`,
-    which may be of several splits, or intermediate results."""
+    of these names. Raises `UserError` for none, several kinds, and what `datasets` wrote."""
     names = list(names)
     found = set(map(_kind, names))
     globs = [f"**/{kind}" for kind in _READERS if kind in found]
@@ -269,9 +266,7 @@ def _arrow(path: Path, column: str) -> Iterator[Any]:
 
 def _mds(index: Path, column: str) -> Iterator[bytes | np.ndarray]:
     """The values of `column`, sample by sample: bytes (encodings `str` and `bytes`), or integers
-    [T] (`ndarray:uint32` and the like). One shard at a time is in memory. Raises `DataError` for a
-    file that is damaged, outside the folder or pickled, and for a column that is absent or of
-    another encoding."""
+    [T] (`ndarray:uint32` and the like). One shard at a time is in memory."""
     try:
         shards = [_Shard(index, entry, column) for entry in read_json(index)["shards"]]
     except DataError:
@@ -329,7 +324,6 @@ class _Shard:
             _refuse(self.path, f"{problem}: write it again with a smaller size_limit")
 
     def samples(self, data: np.ndarray) -> Iterator[np.ndarray]:
-        """The samples in the content of the file."""
         if data.size != self.num_bytes:
             problem = f"holds {data.size} bytes, its index says {self.num_bytes}: copy it again"
             _refuse(self.path, problem)
@@ -369,8 +363,7 @@ def _integers(where: str, value: np.ndarray, array: re.Match[str]) -> np.ndarray
 
 
 def _megatron(index: Path, _: str) -> Iterator[np.ndarray]:
-    """The ids [T] of each document, memory-mapped. Raises `DataError` unless the sizes, offsets and
-    documents in the index fill both files exactly."""
+    """The ids [T] of each document, memory-mapped."""
     again = "copy both files again"
     with index.open("rb") as file:
         header = file.read(_HEADER.size).ljust(_HEADER.size, b"\0")

@@ -84,9 +84,8 @@ def download(source: Source, cache: str | None = None) -> tuple[Path, str]:
 
 
 def model_folder(text: str) -> Path:
-    """The folder of a model: `text`, unless it names no path and has the form of a model of the
-    hub, `owner/name[@revision]`: then its configuration, tokenizer and .safetensors in the hub's
-    cache, downloaded unless they are there. Raises `DataError` when they cannot be."""
+    """The folder of a model: `text`, or of a model of the hub, `owner/name[@revision]`, its files
+    in the hub's cache, downloaded unless they are there. Raises `DataError` when they cannot be."""
     path, match = storage.copy_of(text), _ID.fullmatch(text)
     if path.exists() or match is None or match[3] is not None:
         return path

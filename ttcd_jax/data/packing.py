@@ -38,7 +38,6 @@ AGAIN = "copy it again, or prepare it anew (ttcd prepare)"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """uint16 if it holds every id, else uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
@@ -260,12 +259,10 @@ Kind = tuple[int, int, list[tuple[int, int]]]
 
 
 def plan_rows(histogram: np.ndarray, seq_len: int) -> list[Kind]:
-    """The rows that best-fit decreasing makes of `histogram[n]` pieces of n tokens, 0 < n <= T.
-
-    Ding et al. 2024, "Fewer Truncations Improve Language Modeling": the longest pieces are placed
-    first, each into the row with the least room that holds it. Pieces of one length are
-    interchangeable: time and size of the plan grow with T, not with the documents.
-    """
+    """The rows that best-fit decreasing (Ding et al. 2024, "Fewer Truncations Improve Language
+    Modeling") makes of `histogram[n]` pieces of n tokens, 0 < n <= T: the longest first, each into
+    the row with the least room that holds it. Time and size of the plan grow with T, not with the
+    documents."""
     kinds: list[Kind] = []  # the least room comes last
 
     def add(room: int, num_rows: int, pieces: list[tuple[int, int]]) -> None:
@@ -290,10 +287,8 @@ def plan_rows(histogram: np.ndarray, seq_len: int) -> list[Kind]:
 
 class BestFitRows(DocumentRows):
     """The pieces in rows planned by `plan_rows`: a document is cut only if it is longer than a row.
-    `seed` permutes the pieces of one length.
-
-    In memory also: `_order` [pieces], sorted by length; the plan.
-    """
+    `seed` permutes the pieces of one length. In memory also: `_order` [pieces], by length; the
+    plan."""
 
     def __init__(self, records: TokenRecords, *, seq_len: int, seed: int) -> None:
         super().__init__(records, seq_len=seq_len)

@@ -104,16 +104,14 @@ def _is_sound(manifest: Metadata) -> bool:
 
 
 def sealed(manifest: Metadata) -> Metadata:
-    """`manifest` with its own sha256 added."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     return manifest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def open_records(folder: Path, split: Split, num_shards: int | None = None) -> TokenRecords:
     """The records of one split, or of its first shards, memory-mapped; those in a bucket are
-    downloaded first. Raises `DataError` for an absent split or file, for a file of another size or
-    digest (all are read for it, by as many threads as there are cores), and for starts that do not
-    fit."""
+    downloaded first. Raises `DataError` for an absent split or file, another size or digest (all
+    files are read, by a thread per core), and starts that do not fit."""
     manifest = read_manifest(folder)
     if split not in manifest["splits"]:
         raise EmptySplitError(
@@ -158,8 +156,7 @@ def records_tokenizer(folder: Path) -> TokenizerConfig:
 
 
 def verify_records(folder: Path) -> Metadata:
-    """The manifest, after a check of every file. Raises `DataError` naming the first that differs
-    from the one written."""
+    """The manifest, after a check of every file."""
     manifest = read_manifest(folder)
     for split in manifest["splits"]:
         open_records(folder, split)
@@ -242,7 +239,6 @@ def _stored(folder: Path) -> Metadata:
 
 
 def _batches(documents: _Stream) -> Iterator[tuple[_Batch, int]]:
-    """Batches of about `_BATCH_BYTES`, with their sizes."""
     batch, num_bytes = collections.defaultdict(list), 0
     for split, document in documents:
         batch[split].append(document)
@@ -256,7 +252,6 @@ def _batches(documents: _Stream) -> Iterator[tuple[_Batch, int]]:
 def _encoded(
     batches: Iterator[tuple[_Batch, int]], encode: Callable[[_Batch], _Encoded], num_processes: int
 ) -> Iterator[tuple[_Batch, _Encoded]]:
-    """The batches with their records, in their order."""
     if num_processes == 1:
         yield from ((batch, encode(batch)) for batch, _ in batches)
         return

@@ -20,9 +20,7 @@ from ttcd_jax.data.corpus import CorpusConfig, EmptySplitError, Split, load_docu
 from ttcd_jax.data.packing import BestFitRows, DocumentRows, PackedRows, encode_documents
 from ttcd_jax.data.pipeline import ENDLESS, RowSource
 from ttcd_jax.data.records import Metadata, TokenRecords
-from ttcd_jax.data.synthetic.evidence import EvidenceConfig
-from ttcd_jax.data.synthetic.recall import RecallConfig
-from ttcd_jax.data.synthetic.rows import SyntheticConfig
+from ttcd_jax.data.synthetic import EvidenceConfig, RecallConfig, SyntheticConfig
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import read_json, sha256
@@ -75,7 +73,6 @@ class MixedRows:
 
 
 def _drawn(num_rows: int, weights: list[int]) -> list[int]:
-    """Rows of each part among the first `num_rows`."""
     drawn, total = [], sum(weights)
     for weight in weights:
         rest = num_rows * (total - weight) // total if total else num_rows
@@ -162,7 +159,6 @@ class RecordsConfig(WeightedConfig):
         self.check_weights("folders", len(self.folders or self._paths))
 
     def located(self) -> list[Path]:
-        """The folders of records."""
         paths = [storage.to_path(path) for path in self._paths]
         is_there = paths[0].is_dir() or storage.address(paths[0]) is not None
         if self.folders and is_there and not storage.fetch(paths[0] / records.MANIFEST).exists():
@@ -179,7 +175,6 @@ class RecordsConfig(WeightedConfig):
 
     @property
     def tokenizer(self) -> TokenizerConfig:
-        """The tokenizer of the first folder."""
         return records.records_tokenizer(self.located()[0])
 
     def manifests(self) -> list[Metadata]:
@@ -213,7 +208,6 @@ class RecordsConfig(WeightedConfig):
         return rows, found | {"num_rows": num_rows}
 
     def identity(self) -> Metadata:
-        """The part of the manifest that identifies the records."""
         return {"kind": "records", "sha256": [manifest["sha256"] for manifest in self.manifests()]}
 
 
@@ -235,7 +229,6 @@ class TextConfig(configs.Config):
         return manifest(self.corpus, load_documents(self.corpus, "train"))
 
     def open(self, split: Split) -> list[TokenRecords]:
-        """The documents of a split as records in memory."""
         documents = load_documents(self.corpus, split)
         return [encode_documents(documents, build_tokenizer(self.tokenizer))]
 
@@ -319,18 +312,19 @@ DataConfig = (
 
 def text_data(data: dict[str, Any]) -> TextConfig | RecordsConfig | MixtureConfig | None:
     """The data configuration of a run as an object, if it is text."""
-    kinds = (x for x in (TextConfig, RecordsConfig, MixtureConfig) if x.__name__ == data["type"])
-    return next((kind.from_dict(data) for kind in kinds), None)
+    return _one_of(data, TextConfig, RecordsConfig, MixtureConfig)
 
 
 def synthetic_data(data: dict[str, Any]) -> SyntheticConfig | None:
     """The data configuration of a run as an object, if its rows are drawn."""
-    kinds = (x for x in (RecallConfig, EvidenceConfig) if x.__name__ == data["type"])
-    return next((kind.from_dict(data) for kind in kinds), None)
+    return _one_of(data, RecallConfig, EvidenceConfig)
+
+
+def _one_of(data: dict[str, Any], *kinds: type[configs.Config]) -> Any:
+    return next((x.from_dict(data) for x in kinds if x.__name__ == data["type"]), None)
 
 
 def row_length(data: dict[str, Any]) -> int:
-    """Tokens in a row of a run with this data configuration."""
     drawn = synthetic_data(data)
     return data["seq_len"] if drawn is None else drawn.seq_len
 

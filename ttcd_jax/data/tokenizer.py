@@ -44,9 +44,8 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Config):
     """The `kind` of a tokenizer: bytes, or the `tokenizer.json` at `path`, whose tokens that begin
-    and end documents are `bos_id` and `eos_id`; without them, those with the usual names.
-    `stop_ids` end a generated text as eos does. `adds_bos`: whether a prompt begins with bos; rows
-    of documents always do."""
+    and end documents are `bos_id` and `eos_id`, by default those with the usual names. `stop_ids`
+    end a generated text as eos does. `adds_bos`: whether a prompt begins with bos, as rows do."""
 
     kind: Literal["byte", "json"] = "byte"
     path: Place = None
@@ -102,10 +101,8 @@ class ByteTokenizer:
 
 class JsonTokenizer:
     """The tokenizer of a Hugging Face `tokenizer.json`, with the interface of `ByteTokenizer`.
-
-    Raises `DataError` for a file that is missing or damaged, or has no bos or eos token; `encode`
-    raises it for bytes that are not UTF-8.
-    """
+    Raises `DataError` for a file that is missing or damaged or lacks bos or eos, `encode` for bytes
+    not UTF-8."""
 
     def __init__(self, config: TokenizerConfig) -> None:
         if not (path := storage.copy_of(config.path or "")).is_file():
@@ -144,7 +141,6 @@ class JsonTokenizer:
         return token_id
 
     def token(self, token_id: int) -> str:
-        """The entry of the vocabulary."""
         name = self._tokenizer.id_to_token(token_id)
         assert name is not None, f"{token_id} is no id of the tokenizer"
         return name
@@ -253,7 +249,6 @@ def library_errors(problem: str) -> Iterator[None]:
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that `config` describes."""
     return ByteTokenizer() if config.path is None else JsonTokenizer(config)
 
 
@@ -291,18 +286,14 @@ TEXT_FILES = (_TOKENIZER, _GENERATION, "special_tokens_map.json", "chat_template
 
 
 def tokenizer_of(file: Path) -> TokenizerConfig:
-    """The tokenizer of a `tokenizer.json` with the special tokens of its folder."""
     return TokenizerConfig(kind="json", path=str(file), **special_tokens(file.parent))
 
 
 def special_tokens(folder: Path) -> dict[str, Any]:
     """Fields of `TokenizerConfig`: `bos_id`, `eos_id`, `stop_ids` and `adds_bos`, {} where nothing
-    is said.
-
-    The tokens that `tokenizer_config.json` names come first, then the ids of
+    is said. The tokens that `tokenizer_config.json` names come first, then the ids of
     `generation_config.json` and of `config.json`; a model without bos, as Qwen3, separates
-    documents by eos.
-    """
+    documents by eos."""
     tokenizer = _optional(folder / "tokenizer.json")
     added = tokenizer.get("added_tokens")
     tokens = [x for x in added if isinstance(x, dict)] if isinstance(added, list) else []

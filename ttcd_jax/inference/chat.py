@@ -42,10 +42,9 @@ def rendered(template: str, messages: list[Message], **names: Any) -> str:
 
 
 class Chat:
-    """Messages, and the state of the model that has read them. `max_length`: the most tokens of a
-    conversation under full attention. `settings` are those of every `Request`. The state is kept
-    from turn to turn; where the template writes earlier messages in another way, all is read again.
-    """
+    """Messages, and the state of the model that has read them, which is kept from turn to turn;
+    where the template writes earlier messages in another way, all is read again. `max_length`: the
+    most tokens of a conversation under full attention. `settings` are those of every `Request`."""
 
     def __init__(
         self,

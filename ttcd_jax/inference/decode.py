@@ -36,10 +36,8 @@ def advance(
     """(final normed hidden states, state after the piece) of the next tokens of every row.
 
     The first `lengths` of a row's T positions are tokens, the others padding; a row of length 0
-    keeps its state. `nn.row.Piece` defines which pieces fit the chunks of memories. `halo`: earlier
-    positions that attention reads (the window less one, or all read so far); `has_gap`: whether
-    some row has read fewer. T = 1 fits any state and needs no halo. `is_plain`: rows whose in-place
-    memories are neither read nor written, as in published decoding; True: all rows.
+    keeps its state. `nn.row.Piece` says which pieces fit the chunks of memories, and what `halo`,
+    `has_gap` and `is_plain` are. T = 1 fits any state and needs no halo.
     """
     chunk_size, dtype = memory_chunk(model.config), model.config.precision.compute_dtype
     phase = None if chunk_size is None else (state.position - state.chunk_start) % chunk_size
@@ -59,7 +57,6 @@ def advance(
 def head_logits(
     model: InferenceModel, hidden: Float[Array, "*batch D"]
 ) -> Float[Array, "*batch V"]:
-    """Logits of final hidden states, in the compute dtype."""
     head = head_weight(model).astype(hidden.dtype)
     if hidden.size == head.shape[1] and jnp.finfo(hidden.dtype).bits == 16:
         # XLA on a CPU would copy the head in float32 for one row, and for two it does not.
@@ -88,10 +85,9 @@ def decode(
     """(logits after the tokens [B], state after them). One compiled program serves all positions;
     `state` is donated: do not use it again.
 
-    A row's memory is written at the token that fills its chunk. Rows that are not `is_active` [B]
-    (default: all) keep their state; ignore their logits. With full attention a token beyond the
-    state's `max_length` gives NaN, and so does one outside the vocabulary, since raising would have
-    to wait for every token. Raises `UserError` for tokens that are not int [B].
+    Rows that are not `is_active` [B] (default: all) keep their state; ignore their logits. A token
+    outside the vocabulary, or beyond the `max_length` of full attention, gives NaN: raising would
+    have to wait for every token. Raises `UserError` for tokens that are not int [B].
     """
     check_memory(model.config, memory)
     tokens = jnp.asarray(tokens)

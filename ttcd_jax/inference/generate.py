@@ -52,9 +52,8 @@ class Request:
 
 class Event(NamedTuple):
     """The next token of one row. `text` is the part of the row's text that became certain with it,
-    often empty; concatenated, a row's texts are its generated text, up to a stop string. The last
-    event of a row has a `finish_reason`: a stop string, a stop token ("eos"), or max_new_tokens
-    ("length")."""
+    often empty; concatenated they are the generated text, up to a stop string. The last event of a
+    row has a `finish_reason`: a stop string, a stop token ("eos"), or max_new_tokens ("length")."""
 
     row: int
     text: str
@@ -66,18 +65,17 @@ class Generation(Iterator[Event]):
     """The events of a batch of requests, one row each, in the order of generation.
 
     `state` (one row per request; donated: do not use it again) has read the text before the
-    prompts; without it each begins a document. A row's text does not depend on the other
-    rows. Random draws depend on positions: a prompt with the beginning of a generated text is
-    continued as that text. The repetition penalty ignores tokens read before `state`.
+    prompts; without it each begins a document. A row's text does not depend on the other rows.
+    Random draws depend on positions: a prompt with the beginning of a generated text is continued
+    as that text. The repetition penalty ignores tokens read before `state`.
 
-    Between events, the attribute `state` has read all tokens of the events so far, except a stop
-    token and the token that completes a stop string; the next event donates it. It is one of
-    `model`: with memory "frozen" prompts write the memory, and then the student goes on alone
-    (`inference.state.frozen`).
+    Between events, the attribute `state` has read all tokens of the events so far, but for a stop
+    token and one that completes a stop string; the next event donates it. With memory "frozen"
+    prompts write the memory, and then the student goes on alone (`inference.state.frozen`).
 
-    Raises `UserError` and `DataError` before anything is read: no requests, or not one per row of
-    `state`, tokens outside the vocabulary, an empty prompt after a state that has read tokens
-    (its last logits are not kept), more tokens than a state of full attention holds.
+    Raises `UserError` and `DataError` before anything is read: not one request per row of `state`,
+    tokens outside the vocabulary, an empty prompt after a state that has read tokens, more tokens
+    than a state of full attention holds.
     """
 
     def __init__(

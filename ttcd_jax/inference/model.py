@@ -23,6 +23,19 @@ class InferenceModel:
     config: TransformerConfig = dataclasses.field(metadata={"static": True})
     blocks: tuple[nnx.GraphDef, ...] = dataclasses.field(metadata={"static": True})
 
+    @property
+    def modules(self) -> list[Any]:
+        """The blocks with their parameters."""
+        return [*map(nnx.merge, self.blocks, self.layers)]
+
+    def by(self, config: TransformerConfig) -> "InferenceModel":
+        """The model of the same parameters by another configuration."""
+        return dataclasses.replace(self, config=config, blocks=abstract_model(config).blocks)
+
+
+def abstract_model(config: TransformerConfig) -> InferenceModel:
+    return nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
+
 
 def inference_model(model: Transformer) -> InferenceModel:
     """The model with a copy of its parameters: operands of products are rounded to the compute

@@ -69,8 +69,7 @@ def stream(
     memory: MemoryMode = "kept",
     fewest: int = 0,
 ) -> Pieces:
-    """`prefill` as an iterator over pieces, of rows that have at least `fewest` tokens. Each piece
-    donates the state before it."""
+    """`prefill` as an iterator over pieces; each donates the state before it."""
     if piece_size is not None and piece_size < 1:
         raise UserError(f"piece_size {piece_size} must be at least 1")
     tokens, lengths = _check(model.config, state, tokens, lengths, fewest)
@@ -143,7 +142,6 @@ def _next_piece(
 
 
 def _round_up(count: int, most: int) -> int:
-    """The next power of two, at least `LEAST_SIZE` (but 1 for 1), at most `most`."""
     power = 1 if count == 1 else max(1 << (count - 1).bit_length(), LEAST_SIZE)
     return min(power, most)
 
@@ -168,7 +166,6 @@ def _check(
     lengths: np.ndarray | None,
     fewest: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`tokens` and `lengths` as int32 arrays."""
     tokens, batch_size = np.asarray(tokens), len(state.position)
     if tokens.ndim != 2 or len(tokens) != batch_size:
         raise UserError(

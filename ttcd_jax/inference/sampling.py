@@ -53,8 +53,7 @@ def sample(
     logits: Float[Array, "B V"], sampler: Sampler, seen: Bool[Array, "B V"], index: Int[Array, "B"]
 ) -> Int[Array, "B"]:
     """One token per row, int32; `seen`: the tokens that the repetition penalty counts, `index`: the
-    position of the draw in the row's text (the same seed and index give the same noise). Computed
-    in float32; sorted only if some row uses top-k, top-p or min-p."""
+    position of the draw in the row's text. Computed in float32; sorted only if some row cuts."""
     logits, penalty = logits.astype(jnp.float32), sampler["repetition_penalty"][:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     is_greedy = (sampler["temperature"] == 0)[:, None]

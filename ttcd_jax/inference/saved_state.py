@@ -27,8 +27,7 @@ Facts = dict[str, Any]  # of a record; `model` and `parameters` say which model
 
 
 def model_facts(model: InferenceModel) -> Facts:
-    """The configuration of a model, and the SHA-256 of all parameters with their names, dtypes and
-    shapes."""
+    """The configuration of a model, and the SHA-256 of all its parameters with names and dtypes."""
     sha256 = hashlib.sha256()
     for name, leaf in by_name(model).items():
         array = np.asarray(leaf)
@@ -73,7 +72,6 @@ class Sealed:
             raise CheckpointError(problem) from error
 
     def load(self, model: InferenceModel) -> tuple[dict[str, np.ndarray], Facts]:
-        """(arrays, facts), undamaged and of this model."""
         if not (storage.fetch(self.folder) / self.record).is_file():
             raise CheckpointError(f"{self.folder} is no saved {self.kind}: it has no {self.record}")
         if problems := digest.verify(self.folder):
@@ -88,7 +86,6 @@ class Sealed:
         return arrays, facts
 
     def check(self, arrays: Mapping[str, np.ndarray], wanted: Mapping[str, Any]) -> None:
-        """Refuses arrays whose names, shapes or dtypes are not the `wanted` ones."""
         if problem := misfit(wanted, arrays, ("shape", "dtype")):
             self.refuse(f"is of another version of this library: {problem}; read the text again")
 

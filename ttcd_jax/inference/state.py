@@ -16,22 +16,19 @@ else in the compute dtype:
                     L N (2 H + 4)           k, v, rates, momentum of the open chunk
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Int
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.inference.model import InferenceModel, abstract_model
 from ttcd_jax.memory.pieces import OpenChunk
 from ttcd_jax.methods.registry import Settings
 from ttcd_jax.models.config import TransformerConfig, block_configs
-from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import LayerState
 from ttcd_jax.nn.windows import KVCache
 from ttcd_jax.sharding import rules
@@ -49,12 +46,9 @@ def start_state(
     model: InferenceModel, batch_size: int, *, max_length: int | None = None
 ) -> InferenceState:
     """The initial state of `batch_size` rows, sharded over the mesh in use by `state_axes`.
-
-    `max_length`: the most tokens of a row, needed by full attention.
-
-    Raises `UserError` for full attention without `max_length`, a model that reads tokens ahead, a
-    batch that does not divide among the devices, and a mesh that shards rows (seq > 1).
-    """
+    `max_length`: the most tokens of a row, needed by full attention. Raises `UserError` without it,
+    for a model that reads tokens ahead, a batch that does not divide among the devices, and a mesh
+    with seq > 1."""
     if batch_size < 1:
         raise UserError(f"batch_size {batch_size} must be at least 1")
     if rules.axis_size("seq") > 1:
@@ -78,8 +72,7 @@ def abstract_state(
 
 @functools.partial(jax.jit, static_argnames=("batch_size", "max_length"))
 def _start(model: InferenceModel, *, batch_size: int, max_length: int | None) -> InferenceState:
-    blocks = map(nnx.merge, model.blocks, model.layers)
-    layers = tuple(block.start(batch_size, max_length) for block in blocks)
+    layers = tuple(block.start(batch_size, max_length) for block in model.modules)
     position, chunk_start = (jnp.zeros(batch_size, jnp.int32) for _ in range(2))
     state = InferenceState(position, chunk_start, layers)
     return jax.tree.map(lambda x, names: rules.constrain(x, *names), state, state_axes(state))
@@ -106,14 +99,11 @@ def frozen(model: InferenceModel, state: InferenceState) -> tuple[InferenceModel
     state to go on with: of a memory of the stream the student alone, at the cost of its window.
     What an open chunk has not written yet is lost. Raises `UserError` for another method."""
     config = (model.config.settings or Settings()).frozen(model.config)
-    other = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
-    blocks = zip(map(nnx.merge, model.blocks, model.layers), state.layers, strict=True)
     layers = tuple(
         {name: getattr(block, name).frozen(x) for name, x in before.items()}
-        for block, before in blocks
+        for block, before in zip(model.modules, state.layers, strict=True)
     )
-    model = dataclasses.replace(model, config=config, blocks=other.blocks)
-    return model, state._replace(layers=layers)
+    return model.by(config), state._replace(layers=layers)
 
 
 def is_frozen(state: InferenceState) -> bool:
@@ -123,8 +113,6 @@ def is_frozen(state: InferenceState) -> bool:
 
 
 def state_axes(state: InferenceState) -> InferenceState:
-    """The logical axes (`sharding.rules`) of every array: rows by `batch`, rings by `kv_heads`,
-    sums of delta_w and running weights by `mlp`."""
 
     def axes(node: Any) -> Any:
         return node.axes() if hasattr(node, "axes") else ("batch", *(None,) * (node.ndim - 1))
@@ -139,8 +127,7 @@ def state_bytes(
     """Bytes of a state by kind, nothing allocated: `attention` (rings of keys and values), `memory`
     (sums, running weights and delta-rule states), `open chunk` (with the tokens that convolutions
     look back at), `total`. A layer's state assigns the kinds (`kinds`)."""
-    model = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
-    state = abstract_state(model, batch_size, max_length=max_length)
+    state = abstract_state(abstract_model(config), batch_size, max_length=max_length)
     sizes = {"attention": 0, "memory": 0, "open chunk": 0}
     for node in jax.tree.leaves(state.layers, is_leaf=lambda node: hasattr(node, "kinds")):
         for kind, part in node.kinds().items():

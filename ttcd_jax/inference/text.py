@@ -23,10 +23,9 @@ class TextStream:
     """The text of tokens that arrive one at a time, up to the first `stop` string: concatenated,
     the strings of `push` and `finish` are the text that the tokenizer decodes from all tokens.
 
-    A token's text may depend on the tokens before it, and a character may span several. So every
-    `push` decodes a window of at most 16 tokens, from the last position at which the text was
-    complete and returned; what may be the beginning of a stop string is held back. `context`: the
-    tokens before the first; their text is not repeated.
+    A token's text may depend on those before it, and a character may span several: every `push`
+    decodes at most 16 tokens, from where the text was last complete. What may begin a stop string
+    is held back. `context`: the tokens before the first; their text is not repeated.
     """
 
     def __init__(

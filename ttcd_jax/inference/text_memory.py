@@ -1,20 +1,9 @@
 """Memories of texts as objects: kept without the windows, added, put into a fresh state, or written
-into the down projections for good.
+into the down projections for good. docs/memories.md says which sums are exact.
 
     book = read_memory(model, tokens)                # S of every layer with a memory
     state = start_from(model, [book + other])        # prompts read the memory of both texts
     plain = dense(run.model, book)                   # W_base + eta S: a model without a memory
-
-What is exact, of texts that do not see each other, each read from the start of a chunk, in the
-lowest layer with a memory (a higher one reads what a lower one answers, and so writes otherwise):
-
-    sum          S(a, then b) = S(a) + S(b), in any order; with half-lives S(a) is multiplied by the
-                 share that b's tokens leave of it
-    delta rule   S(a, then b) = E_b S(a) + S(b): b's keys erase what S(a) returns for them, so the
-                 order matters, and S(a) + S(b) is exact for keys that are orthogonal alone
-
-Where b begins inside a chunk its convolutions, which see the tokens of their chunk, are cut at
-other tokens.
 """
 
 import dataclasses
@@ -152,8 +141,7 @@ def start_from(
 def dense(model: Transformer, memory: TextMemory) -> Transformer:
     """The plain transformer whose down projections are W_base + eta S, added in the dtype of S: on
     any tokens the `model` with this memory frozen, under the teacher's window. Raises `UserError`
-    where a read is no product of a token's own features with one matrix: convolved reads, unless
-    all taps but the token's own are zero, reads under the student's window, or by normed keys."""
+    where a read is no product of a token's own features with one matrix (docs/memories.md)."""
     config, own = model.config, inference_model(model)
     memory.check(model_facts(own))
     has_gap = config.window is None or config.student_window < config.window
@@ -174,7 +162,7 @@ def dense(model: Transformer, memory: TextMemory) -> Transformer:
 def _layers(model: InferenceModel) -> dict[str, tuple[int, str, InPlaceMLP]]:
     """Every memory by its name: the number of its layer, its name in it, its MLP. Raises
     `UserError` for a model with others than sums and delta rules in down projections."""
-    blocks = enumerate(map(nnx.merge, model.blocks, model.layers))
+    blocks = enumerate(model.modules)
     parts = ((i, name, getattr(x, name)) for i, x in blocks for name in x.config.order)
     found = {f"layers/{i}/{x}": (i, x, y) for i, x, y in parts if isinstance(y, InPlaceMLP)}
     memories = (mlp.memory(mlp.settings.chunk_size) for *_, mlp in found.values())

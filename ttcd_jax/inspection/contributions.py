@@ -1,23 +1,14 @@
-"""Which token wrote what a token reads, exactly.
+"""Which token wrote what a token reads, exactly (docs/inspect.md).
 
-The memory of a layer is a sum, or the delta rule. With keys k_s, errors e_s, rates beta_s (0 for a
-sum), and the decay a_s of each group of columns,
+With keys k_s, errors e_s, rates beta_s (0 for a sum), and the decay a_s of each group of columns,
 
-    S <- a_s S + k_s^T u_s,   u_s = e_s - beta_s k_s (a_s S),   read_t = eta z_t S.
-
-The state is linear in the errors, so a read is a sum over the tokens that wrote before it:
-
+    S <- a_s S + k_s^T u_s,   u_s = e_s - beta_s k_s (a_s S),   read_t = eta z_t S
     read_t = sum over s of w[t, s] e_s,   w[t, s] = eta z_t (products of a_r (I - beta_r k_r^T k_r)
                                                     over the writes r after s) k_s^T
 
-w is a number (one for each group of columns): how much of what s stored is left for t, erasures by
-later writes included. For a sum without decay it is eta z_t . k_s. Two removals are exact:
-
-    e_s = 0, while s erases as it did       the read changes by w[t, s] e_s (these add up to it)
-    s neither stores nor erases             the read changes by w[t, s] u_s
-
-Chunks, their triangular systems, documents and their masks are those of `ttcd_jax.memory`; all is
-computed in float64 on the host, chunk by chunk: a state [F, D], and N F numbers for N queries.
+w is a number for each group of columns: how much of what s stored is left for t, erasures by later
+writes included. Chunks, their systems and documents are those of `ttcd_jax.memory`; all is float64
+on the host, chunk by chunk: a state [F, D], and N F numbers for N queries.
 """
 
 import dataclasses

@@ -95,7 +95,6 @@ class Inspection:
 
     @property
     def gate(self) -> Float[np.ndarray, "Y T"]:
-        """beta; 1 without a gate."""
         return self._by_token(lambda x: x.gate)
 
     @property
@@ -121,7 +120,6 @@ class Inspection:
         return np.stack([abs(x.eta) * x.walk.sizes / x.base for x in self.memories.values()])
 
     def without_layer(self, layer: int) -> PerToken:
-        """The losses when the memory of one layer is not read."""
         self.memory(layer)
         return self._losses(reading.without(self.model, [layer], len(self.tokens)))
 
@@ -144,7 +142,7 @@ class Inspection:
         """The losses when the student's window is the teacher's."""
         check_control(config := self.model.config, "no_gap")
         equal = config.replace(**config.without_gap(len(self.tokens)))
-        return self._losses(reading.changed(self.model, equal))
+        return self._losses(self.model.by(equal))
 
     def reads(
         self, queries: Sequence[int] | np.ndarray | None = None, layers: Sequence[int] | None = None
@@ -169,13 +167,11 @@ class Inspection:
         return Reads(chosen, at, *map(np.stack, zip(*found, strict=True)))
 
     def contribution(self, layer: int, query: int, writer: int) -> Float[np.ndarray, " D"]:
-        """What a read loses if the writer's error were zero, while it erases as it did. Those of
-        all writers add up to the read."""
+        """What a read loses if the writer's error were zero, while it erases as it did."""
         return self._weighted(layer, query, writer, self.memory(layer).errors)
 
     def removal(self, layer: int, query: int, writer: int) -> Float[np.ndarray, " D"]:
-        """What a read loses if the writer neither stored nor erased anything; of a sum, the
-        `contribution`."""
+        """What a read loses if the writer neither stored nor erased anything."""
         return self._weighted(layer, query, writer, self.memory(layer).walk.writes)
 
     def writers(self, token: int, count: int = 8, layer: int | None = None) -> Answer:
@@ -191,7 +187,6 @@ class Inspection:
         return Answer(token, token - 1, order, total[order], tuple(map(self.around, order)))
 
     def around(self, token: int, reach: int = 12) -> str:
-        """The text around a token, the token itself in brackets."""
         before, after = self.texts[max(token - reach, 0) : token], self.texts[token + 1 :][:reach]
         return f"{''.join(before)}[{self.texts[token]}]{''.join(after)}"
 
@@ -219,8 +214,7 @@ class Inspection:
         ]
 
     def controls(self, other: Text | None = None) -> list[Row]:
-        """The mean losses as it is and under every control that the model can have; with the memory
-        of the text `other`, if there is one."""
+        """The mean losses as it is and under every control that the model can have."""
         missing = lacks(self.model.config)
         losses = {"as it is": self.loss_on, "memory off": self.loss_off}
         losses |= {} if missing["shuffled"] else {"shuffled keys": self.with_shuffled_keys()}
@@ -237,9 +231,8 @@ class Inspection:
         return found | ({} if self.segments is None else {"segments": self.segments})
 
     def show(self, what: str = "gain", **options: Any) -> show.Shown:
-        """For a notebook, in light and dark: the text coloured by "gain", by "gate" or by "write"
-        (|k^T u|) of a `layer`; "loudness" along the row; "reads" x writes of a `layer`, of
-        `queries`."""
+        """For a notebook: the text coloured by "gain", by "gate" or by "write" (|k^T u|) of a
+        `layer`; "loudness" along the row; "reads" x writes of a `layer`, of `queries`."""
         return show.view(self, what, **options)
 
     def _repr_html_(self) -> str:
@@ -312,7 +305,6 @@ def row_of(tokenizer: Any, text: Text | list[Text]) -> tuple[np.ndarray, np.ndar
 
 
 def _joined(memory: SumMemory, parts: list[Operands]) -> Memory:
-    """The operands of a row from those of its parts."""
 
     def whole(get: Callable[[Operands], Any], default: Any = None) -> Any:
         if default is None and get(parts[0]) is None:

@@ -18,14 +18,13 @@ from jaxtyping import Array, Int
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.decode import head_weight
-from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.memory.prefix import PrefixMemory, SumMemory
 from ttcd_jax.memory.running import CorrectingMemory
 from ttcd_jax.methods.in_place import Operands
 from ttcd_jax.methods.ipttcd_stream import StreamMemoryConfig
 from ttcd_jax.methods.registry import method_named
 from ttcd_jax.models.config import has_in_place_memory, memory_chunk, switched_off
-from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.row import Control, Part, Row
 from ttcd_jax.train import layers_on_disk as disk
@@ -44,33 +43,24 @@ def memories(model: InferenceModel) -> dict[int, SumMemory]:
             "ipttt or ipttcd_stream, or give one of full attention a memory of its stream "
             "(ttcd_jax.inspection.with_stream_memory, --stream_window)"
         )
-    for layer, (graph, params) in enumerate(zip(model.blocks, model.layers, strict=True)):
-        block = nnx.merge(graph, params)
-        if block.config.is_in_place:
-            mlp = block.mlp
-            memory = mlp.memory(mlp.settings.chunk_size)
-            is_linear = isinstance(memory, PrefixMemory) and not memory.options.orthogonalizes
-            if not (is_linear or isinstance(memory, CorrectingMemory)) or mlp.settings.is_frozen:
-                raise UserError(
-                    f"method {config.method!r} with a {type(memory).__name__} of these settings: "
-                    "what a token reads there is no sum of errors that others stored under keys; "
-                    "inspect looks at sums and at the delta rule"
-                )
-            found[layer] = memory
+    layers = {layer: x.mlp for layer, x in enumerate(model.modules) if x.config.is_in_place}
+    for layer, mlp in layers.items():
+        found[layer] = memory = mlp.memory(mlp.settings.chunk_size)
+        is_linear = isinstance(memory, PrefixMemory) and not memory.options.orthogonalizes
+        if not (is_linear or isinstance(memory, CorrectingMemory)) or mlp.settings.is_frozen:
+            raise UserError(
+                f"method {config.method!r} with a {type(memory).__name__} of these settings: what "
+                "a token reads there is no sum of errors that others stored under keys; inspect "
+                "looks at sums and at the delta rule"
+            )
     return found
-
-
-def changed(model: InferenceModel, config: Any) -> InferenceModel:
-    """The model of the same parameters by another configuration."""
-    other = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
-    return dataclasses.replace(model, config=config, blocks=other.blocks)
 
 
 def without(model: InferenceModel, layers: Collection[int], length: int) -> InferenceModel:
     """The model whose memories in `layers` are not read in rows of `length` tokens."""
     off = switched_off(model.config, length)
     assert off is not None, "an in-place memory has a rate"
-    pairs = enumerate(zip(model.blocks, changed(model, off).blocks, strict=True))
+    pairs = enumerate(zip(model.blocks, model.by(off).blocks, strict=True))
     blocks = tuple(other if i in layers else own for i, (own, other) in pairs)
     return dataclasses.replace(model, blocks=blocks)
 
@@ -83,9 +73,8 @@ def read_row(
     control: Control | None = None,
     layers: Collection[int] = (),
 ) -> tuple[np.ndarray, dict[int, list[Operands]]]:
-    """(nats of the tokens of the first row [T], NaN where a document begins, whose first token
-    nothing predicts; the operands of its memories in `layers`, numpy by part). `segments` are those
-    of every row."""
+    """(nats of the tokens of the first row [T], NaN where a document begins; the operands of its
+    memories in `layers`, numpy by part). `segments` are those of every row."""
     chunk = memory_chunk(model.config)
     assert chunk is not None
     size, length = chunk * max(1, PART // chunk), tokens.shape[1]
@@ -95,8 +84,7 @@ def read_row(
     row = Row.of(embedded, None, ids, embedded)
     cuts = [jax.tree.map(lambda x, cut=cut: x[cut], row) for cut in parts]
     streams, found = (embedded, None), {}
-    for layer, (graph, params) in enumerate(zip(model.blocks, model.layers, strict=True)):
-        block = nnx.merge(graph, params)
+    for layer, block in enumerate(model.modules):
         streams, _ = _step(block, "mixer", None, streams, row)
         part, after = Part(), []
         for cut, own in zip(parts, cuts, strict=True):
@@ -138,11 +126,10 @@ def _nats(model: InferenceModel, h: Array, targets: Array) -> Array:
 def with_stream_memory(
     run: Any, *, window: int = 128, layer: int | None = None, rate: float = 0.3, sinks: int = 4
 ) -> Any:
-    """The run, whose model reads under `window`, with `sinks` first tokens beside it, and has a
-    memory of what its stream lacks there beside the model as it is: after `layer` (None: at four
-    fifths of the layers), of this constant rate, as task stream measures. `run`: a `LoadedRun`,
-    whose parameters are shared. Raises `UserError` for a model with a memory of its own, a layer
-    that it has not, and a window that is not smaller."""
+    """The run (a `LoadedRun`), whose model reads under `window`, with `sinks` first tokens beside
+    it, and has a memory of what its stream lacks beside the model as it is: after `layer` (None: at
+    four fifths of the layers), of this constant rate, as task stream measures. Parameters are
+    shared. Raises `UserError` for a model with a memory, and a window that is not smaller."""
     config, params = run.config, nnx.to_pure_dict(nnx.state(run.model, nnx.Param))
     if method_named(config.method).layers != "none":
         raise UserError(f"method {config.method!r} has its own memory: inspect the run as it is")

@@ -47,7 +47,6 @@ class Shown(NamedTuple):
 
 
 def page_part(*parts: str) -> str:
-    """Parts with their style, to be put into any page."""
     return f'{_STYLE}<div class="seen">{"".join(parts)}</div>'
 
 
@@ -62,7 +61,6 @@ def view(seen: Any, what: str, **options: Any) -> Shown:
 
 
 def rows_of(rows: Sequence[Row]) -> str:
-    """A table."""
     header, body = cells(rows)
     lines = [("th", [name for name, _ in header]), *(("td", row) for row in body)]
     texts = ("".join(f"<{x}>{html.escape(cell)}</{x}>" for cell in line) for x, line in lines)
@@ -70,7 +68,6 @@ def rows_of(rows: Sequence[Row]) -> str:
 
 
 def answer(found: Any) -> str:
-    """The table of an `Answer`."""
     rows = found.table()
     line = f"Token {found.token} was predicted at token {found.query}, which read"
     return f"<p>{line}:</p>{rows_of(rows)}" if rows else f"<p>{line} nothing.</p>"
@@ -100,7 +97,6 @@ def _text(seen: Any, what: str, layer: int | None = None) -> str:
 
 
 def _loudness(seen: Any) -> str:
-    """A line for every layer."""
     values, height, marks = seen.loudness, 240, []
     top, x = float(values.max()) or 1.0, np.linspace(50, WIDTH - 100, values.shape[1])
     opacities = np.linspace(1, 0.4, len(values))

@@ -1,12 +1,10 @@
 """Checkpoints of other implementations, a `config.json` and weights: import and export.
 
 An import keeps all that an export needs to reproduce the files: every tensor's dtype, whether a
-tied head was stored besides the embedding, and `config.json` byte for byte.
-
-Names and layouts are those of the reference implementation, which a `Format` may rename. Its linear
-weights are [out, in], ours [in, out]; its depthwise convolutions [F, 1, R], ours [R, F]; `ttt_proj`
-multiplies from the right in both (e P) and is not transposed. Every layer has its own names
-(`SublayerConfig.reference_names`).
+tied head was stored besides the embedding, and `config.json` byte for byte. Names and layouts are
+those of the reference implementation (`SublayerConfig.reference_names`), which a `Format` may
+rename. Its linear weights are [out, in], ours [in, out]; its depthwise convolutions [F, 1, R], ours
+[R, F]; `ttt_proj` multiplies from the right in both.
 """
 
 import functools
@@ -54,8 +52,6 @@ _MODEL_NAMES: Names = {
 
 
 class Layout(NamedTuple):
-    """The two directions of a tensor's conversion."""
-
     to_ours: Callable[[Any], Any]
     to_theirs: Callable[[Any], Any]
 
@@ -76,7 +72,6 @@ class Named(NamedTuple):
 
 
 def names_on_disk(config: TransformerConfig) -> dict[str, Named]:
-    """Every parameter of the model by its reference name."""
     names = dict(_MODEL_NAMES)
     for layer, block in enumerate(block_configs(config)):
         for name, (path, layout) in block.reference_names.items():
@@ -101,9 +96,8 @@ class Format(NamedTuple):
     `model_of(config.json, precision)` is our configuration of the model; `source_of` its inverse,
     which raises `UserError` for a model that the implementation, `title`, cannot express. `unread`
     gives the keys of `config.json` without effect, `renamed` their name of a tensor of the
-    reference. Tensors whose names end with one of `dropped` are buffers, which the configuration
-    determines. `dtype`: of the parameters that are read, None the widest of the files. `texts`:
-    small files that are kept.
+    reference. Tensors whose names end with one of `dropped` are buffers. `dtype`: of the parameters
+    that are read, None the widest of the files. `texts`: small files that are kept.
     """
 
     name: str
@@ -221,10 +215,9 @@ def exported(
 ) -> tuple[dict[str, np.ndarray], str]:
     """(tensors by their names, text of `config.json`) of one of our models.
 
-    With the `metadata` of its import, tensors and configuration are those of the import, bit for
-    bit; otherwise they are float32 and `form.source_of(config)` with `keys`. `dtype` replaces
-    either. Raises `UserError` for a model that the format cannot express, and for a value that
-    `dtype` cannot hold.
+    With the `metadata` of its import they are those of the import, bit for bit; otherwise float32
+    and `form.source_of(config)` with `keys`. `dtype` replaces either. Raises `UserError` for a
+    model that the format cannot express, and for a value that `dtype` cannot hold.
     """
     if metadata:
         source = parse_json(metadata["config_json"].encode(), Path(CONFIG))
@@ -256,7 +249,6 @@ def _check_expressed(ours: TransformerConfig, theirs: TransformerConfig, whose: 
 
 
 def _seen(config: TransformerConfig) -> dict[str, Any]:
-    """The fields that the output of a model depends on."""
     fields = {name: getattr(config, name) for name in ("vocab_size", "norm_eps", "has_tied_head")}
     blocks = enumerate(block_configs(config))
     return fields | {f"layer {layer}": block.to_dict() for layer, block in blocks}

@@ -1,11 +1,9 @@
 """Checkpoints in GGUF, the file format of llama.cpp: models of the families Llama, Qwen2 and Qwen3.
 
 A file is a header (numbers, texts and lists by name; then name, shape, type and offset of every
-tensor) and the tensors, most of them quantized in blocks. All are little endian. The header is read
-here, since the library that dequantizes tensors allocates what a header says before it looks.
-
-What it says becomes what a folder of transformers says: a `config.json`, weights by its names, read
-and dequantized one by one, and the files of its tokenizer.
+tensor) and the tensors, most of them quantized in blocks, little endian. The header is read here,
+since the library that dequantizes tensors allocates what a header says before it looks. What it
+says becomes what a folder of transformers says.
 """
 
 import collections
@@ -98,11 +96,9 @@ class _Header:
         return float(str(np.float32(value))) if kind is float else value
 
     def setting(self, name: str, kind: type, default: Any = None) -> Any:
-        """A field of the architecture."""
         return self.get(f"{self.architecture}.{name}", kind, default)
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, dequantized."""
         shape, kind, start, size = self.tensors[name]
         rows = self._data[self._first + start :][:size].reshape(math.prod(shape[:-1]), -1)
         return self._gguf.dequantize(rows, kind).astype(np.float32, copy=False).reshape(shape)
@@ -122,7 +118,6 @@ class _Header:
         raise DataError(f"{self.path} is damaged, truncated or no GGUF file: {problem}")
 
     def _take(self, size: int) -> np.ndarray:
-        """The next `size` bytes."""
         if size > len(self._data) - self._position:
             self._fail(f"its header goes on after its end, byte {len(self._data):,}")
         self._position += size
@@ -177,9 +172,8 @@ def open_gguf(path: Path, folder: Path) -> ImportedModel:
     """The model in a file, whose tensors are dequantized to float32 as they are read. Writes into
     `folder` the small files that a folder of transformers would have.
 
-    Raises `DataError` for a file that is damaged, and by name for an architecture, an option, a
-    type of tensors or a tokenizer that is not supported; `UserError` without the library gguf; and
-    as `open_checkpoint` does.
+    Raises `DataError` for a file that is damaged, and by name for what is not supported;
+    `UserError` without the library gguf; and as `open_checkpoint` does.
     """
     header = _Header(path)
     config, names = _config(header), header.their_names()
@@ -203,7 +197,6 @@ def open_gguf(path: Path, folder: Path) -> ImportedModel:
 
 
 def _config(header: _Header) -> dict[str, Any]:
-    """The object of `config.json`."""
     path, architecture, setting = header.path, header.architecture, header.setting
     if architecture not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
@@ -314,7 +307,6 @@ _SPLITS: dict[str, pre_tokenizers.PreTokenizer] = {
 
 
 def _tokenizer(path: Path, split: str, tokens: list[str], kinds: list[int], pairs: list) -> str:
-    """The `tokenizer.json` of byte-level BPE."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
     with library_errors(f"{path} describes no tokenizer"):
         model = models.BPE(vocabulary, pairs, ignore_merges=split == "llama-bpe")

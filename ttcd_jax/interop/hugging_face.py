@@ -1,11 +1,7 @@
 """Checkpoints of Hugging Face transformers, both ways: models of the families Llama (SmolLM2),
 Mistral, Qwen2 and Qwen3, and models with a memory in their down projections, with their own code
-(`modeling_ttcd.py`).
-
-A folder has `config.json`, weights (.safetensors, one file or shards), and usually
-`tokenizer.json`, `tokenizer_config.json` and `generation_config.json`. Weights are read tensor by
-tensor while they are written into a run directory, in the dtype that they have.
-"""
+(`modeling_ttcd.py`). Weights are read tensor by tensor while they are written into a run directory,
+in the dtype that they have."""
 
 import functools
 import math
@@ -201,8 +197,7 @@ def _rope(values: Source) -> RopeConfig:
 
 def source_of(config: TransformerConfig) -> dict[str, Any]:
     """The `config.json` of a model, of a family or, with a memory, of `modeling_ttcd.py`; the
-    inverse of `model_of`. Raises `UserError` for a memory that this code does not compute, and for
-    two eps of norms."""
+    inverse of `model_of`. Raises `UserError` for what it cannot say."""
     sizes = {theirs: getattr(config, ours) for theirs, ours in SIZES.items()} | {
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
@@ -212,8 +207,7 @@ def source_of(config: TransformerConfig) -> dict[str, Any]:
 
 
 def is_own(config: TransformerConfig) -> bool:
-    """Whether `modeling_ttcd.py`, a file of its exports then, computes the model: one with a memory
-    or attention sinks."""
+    """Whether `modeling_ttcd.py` computes the model: one with a memory or attention sinks."""
     has_memory = method_named(config.method).layers != "none"
     return has_memory or bool(config.sink_tokens) or config.has_sink_logits
 

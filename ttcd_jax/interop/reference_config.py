@@ -1,9 +1,7 @@
-"""Checkpoints of the reference implementation: import, export, and the keys of its configurations.
-
-Every method has its table (`methods.registry.Reference`). A `config.json` omits defaults, which
-differ between model classes: an absent key takes the default of the table. A `DataError` names a
-setting that the reference's code supports and ours does not.
-"""
+"""Checkpoints of the reference implementation, by a table for every method
+(`methods.registry.Reference`). A `config.json` omits defaults, which differ between model classes:
+an absent key takes the default of the table. A `DataError` names a setting that the reference's
+code supports and ours does not."""
 
 import functools
 import math
@@ -70,8 +68,7 @@ def transformer_config(
     source: Mapping[str, Any], precision: Precision = Precision()
 ) -> TransformerConfig:
     """Our configuration of the model that a `config.json` of the reference describes. Its q/k norm
-    always has eps 1e-5. Raises `DataError` for an unknown `model_type`, a missing key, or a flag
-    value that we do not support."""
+    always has eps 1e-5. Raises `DataError` for what is unknown, missing or not supported."""
     method, reference = _family_of(source)
     for name, value in reference.fixed.items():
         if source.get(name, value) != value:

@@ -1,10 +1,9 @@
 """The tensors of a checkpoint on disk: one .safetensors file, or several with an index; or, with
 torch installed, a file of torch.
 
-A file is 8 bytes (the header's length, little endian), the header (JSON: name -> dtype, shape, byte
-range), then the data. The library rejects a header that does not fit the file: byte ranges that
-overlap, leave a gap or do not end with the file, and sizes of another dtype or shape. Duplicate
-names, control characters in names, and NaN are rejected here.
+A .safetensors file is 8 bytes (the header's length, little endian), the header (JSON: name ->
+dtype, shape, byte range), then the data. The library rejects a header that does not fit the file;
+duplicate names, control characters in names, and NaN are rejected here.
 """
 
 import dataclasses
@@ -78,8 +77,7 @@ class WeightFiles(Mapping[str, np.ndarray]):
 
 def open_weights(path: Path) -> WeightFiles:
     """The tensors of a checkpoint folder or of one file; of .safetensors nothing but headers is
-    read yet. Raises `DataError` naming a file, and a tensor, that is missing or damaged,
-    `UserError` for a file of torch without torch."""
+    read yet. Raises `DataError` naming a file, and a tensor, that is missing or damaged."""
     if path.is_file():
         if path.suffix in _TORCH_SUFFIXES:
             return _of_torch(path)
@@ -176,7 +174,6 @@ def _opened(files: Sequence[Path]) -> WeightFiles:
 
 
 def _stored_in(file: Path) -> dict[str, StoredTensor]:
-    """The tensors in the header of a file."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -223,9 +220,8 @@ def cast(tensors: Mapping[str, np.ndarray], kinds: Mapping[str, str]) -> dict[st
 def write_safetensors(
     folder: Path, tensors: Mapping[str, np.ndarray], max_shard_bytes: int = 5_000_000_000
 ) -> list[Path]:
-    """Writes `model.safetensors`, or shards of at most `max_shard_bytes` (or one tensor; 5 GB as
-    Hugging Face writes them) and their index last; returns the files. Raises `UserError` when one
-    cannot be written."""
+    """Writes `model.safetensors`, or shards of at most `max_shard_bytes` (or one tensor) and their
+    index last; returns the files. Raises `UserError` when one cannot be written."""
     split = split_state_dict_into_shards_factory(
         dict(tensors),
         get_storage_size=lambda tensor: tensor.nbytes,

@@ -81,15 +81,13 @@ class DeltaMemory(AssociativeMemory[DeltaWrites, State, Solved, Transition]):
     `DeltaWrites`; a token reads its own write. `chunk_size` changes the speed, not the result.
 
     Products take operands in the dtype of v and accumulate in float32 or better, as gates and the
-    triangular solve do; the state is in `state_dtype`. The backward keeps one state per chunk and
-    recomputes the rest.
+    triangular solve do. The backward keeps one state per chunk and recomputes the rest.
     """
 
     chunk_size: int = dataclasses.field(metadata={"static": True})
     state_dtype: DTypeLike = dataclasses.field(metadata={"static": True})
 
     def axes(self) -> Axes:
-        """Heads are independent."""
         heads = (*ROWS, "heads")
         return Axes((), heads, heads, heads)
 
@@ -222,12 +220,8 @@ _full_product = functools.partial(jnp.matmul, precision="highest")
 def _unit_lower_inverse(a: jax.Array) -> jax.Array:
     """(I + A)^-1, by doubling: the inverses X, Y of two neighboring diagonal blocks give that of
     both, [[X, 0], [-Y C X, Y]], C the block of A below X. All blocks of a size at once: products
-    only, L^3 / 1.5 multiply-adds.
-
-    As exact as forward substitution: every block computed is a block of the inverse. (The short
-    product of powers (I - A)(I + A^2).. loses all digits where keys repeat; LAPACK's batched solve
-    is one call per matrix.)
-    """
+    only, L^3 / 1.5 multiply-adds, as exact as forward substitution. (The short product of powers (I
+    - A)(I + A^2).. loses all digits where keys repeat.)"""
     size = a.shape[-1]
     padding = [(0, 0)] * (a.ndim - 2) + [(0, (1 << (size - 1).bit_length()) - size)] * 2
     a = jnp.pad(a, padding)
@@ -270,14 +264,12 @@ def _advance(state: jax.Array, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
 
 
 def _written(state: jax.Array, chunk: _Chunk) -> jax.Array:
-    """u [B, N, L, X]."""
     narrow, wide = chunk.scores.dtype, chunk.writes.dtype
     erased = product("BNLH,BNHX->BNLX", chunk.erases, state.astype(narrow), wide)
     return (chunk.writes - erased).astype(narrow)
 
 
 def _after(state: jax.Array, chunk: _Chunk, u: jax.Array | None = None) -> jax.Array:
-    """The state after a chunk."""
     u = _written(state, chunk) if u is None else u
     added = product("BNLH,BNLX->BNHX", chunk.keys, u, chunk.writes.dtype)
     return (chunk.kept * state + added).astype(state.dtype)

@@ -1,21 +1,14 @@
 """Context distillation, measured: the gap between student and teacher, and the rest of it with a
-memory.
+memory (docs/evaluation_memory.md).
 
-A layer with a teacher writes the difference of the teacher's features z_T and the student's z_S.
-With the base weight W_base and the running weight W_i of a token's chunk,
+With the features z_T and z_S that the layer's error compares (`InPlaceMLP.views`), W_base and the
+running weight W_i of a token's chunk,
 
     y_T = z_T W_base,  y_S = z_S W_base (memory off),  y = z_S W_i (memory on)
-    gap = |y_T - y_S| / |y_T|,  gap on = |y_T - y| / |y_T|
-    L_CD = mean over tokens of |y_T - y_S|^2 / 2,  on: |y_T - y|^2 / 2
-    cosine of (y - y_S, y_T - y_S): whether the memory moves y towards the teacher
-    gap both = |z_T W_i - z_S W_i| / |y_T|: the loss of the ideal memory, whose teacher moves too
 
-z_T and z_S are the features that the layer's error compares (`InPlaceMLP.views`), after their
-convolutions and before keys are normalized, whatever the layer itself reads. Gate, P, normalization
-and eta are in W_i. The target is the base weight's, with the memory on and off. Proposition 1 is
-about y_T . (y - y_S) > 0. The published layer adds z_T W_i to the residual stream; its change by
-the memory is measured as well, in units of |y_T|. A memory of the stream (`ipttcd_stream`) moves
-the student's stream towards a teacher's that reads nothing: gap both is gap on.
+z_T and z_S are after their convolutions, before keys are normalized, whatever the layer itself
+reads. Gate, P, normalization and eta are in W_i. A memory of the stream (`ipttcd_stream`) moves the
+student's stream towards a teacher's that reads nothing.
 """
 
 import functools
@@ -80,11 +73,10 @@ def summary(
 ) -> dict[str, Float[Array, " Y"]]:
     """Measures of every layer over the tokens `counted` (None: all).
 
-    `gap`, `gap_on`, `gap_both`, `change`: means relative to |y_T|, over tokens where it is not
-    zero. `cosine`, and `closer`, the share that comes closer to the teacher: over those that the
-    memory moves. `loss`, `loss_on`: L_CD. `window_share`: of what is read, |what a memory would
-    lack whose student sees what the teacher sees|^2 / |change|^2. NaN where no token is left, null
-    in the metrics of a run.
+    `gap`, `gap_on`, `gap_both`, `change`: means relative to |y_T|, where it is not zero. `cosine`,
+    and `closer`, the share that comes closer to the teacher: over tokens that the memory moves.
+    `loss`, `loss_on`: L_CD, half the mean square. `window_share`: of what is read, |what a memory
+    would lack whose student sees what the teacher sees|^2 / |change|^2. NaN where no token is left.
     """
     counts = jnp.ones(found.teacher.shape[1:], bool) if counted is None else counted
     counts = jnp.broadcast_to(counts, found.teacher.shape)

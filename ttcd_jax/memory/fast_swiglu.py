@@ -83,7 +83,6 @@ class FastSwiGLU(ChunkedMemory[FastWrites, FastState]):
         return FastState(weights, weights if self.keeps_raw else None, zeros)
 
     def read(self, state: FastState, reads: Float[Array, "B L N H"]) -> Float[Array, "B L N H"]:
-        """f(q) in the dtype of q."""
         w0, w1, w2 = (w.astype(reads.dtype) for w in state.weights)
         q, dtype = reads.swapaxes(1, 2), self.state_dtype
         gate = product("BNLH,BNHF->BNLF", q, w0, dtype)
@@ -112,7 +111,6 @@ class FastSwiGLU(ChunkedMemory[FastWrites, FastState]):
     def _update(
         self, weights: FastWeights, writes: FastWrites, mask: Bool[Array, "#B L"] | None
     ) -> FastWeights:
-        """dw of one chunk, before momentum."""
         dtype = self.state_dtype
         k, v, rates = (x.swapaxes(1, 2) for x in (writes.k, writes.v, writes.rates.astype(dtype)))
         w0, w1, w2 = (w.astype(k.dtype) for w in weights)

@@ -21,8 +21,7 @@ def newton_schulz(matrix: Float[Array, "... X Z"]) -> Float[Array, "... X Z"]:
 
     X <- a X + (b A + c A A) X with A = X X^T, from X = matrix / (|matrix|_F + 1e-7); tall matrices
     are transposed first. Leading axes are a batch. Operands of products are in the dtype of
-    `matrix`; sums, norm and coefficients in float32 or wider (4.0848 rounded to bfloat16 alone
-    changes the result by some percent).
+    `matrix`; sums, norm and coefficients in float32 or wider.
     """
     narrow, wide = matrix.dtype, jnp.promote_types(matrix.dtype, jnp.float32)
     is_tall = matrix.shape[-2] > matrix.shape[-1]

@@ -1,10 +1,9 @@
 """A memory along rows that arrive piece by piece.
 
 A memory that reads its own chunk is written at once. Of any other, tokens read the writes of full
-chunks. The tokens of the open chunk write nothing yet: the operands of their writes are stored
-(keys and errors, for example: delta_w in its low-rank form). The token that fills the chunk
-triggers the write, by the function of training. A piece costs as much as its tokens do in a long
-row; a single token touches one slot of the open chunk.
+chunks; the operands of the open chunk's writes are stored (keys and errors, for example: delta_w in
+its low-rank form) until the token that fills it triggers the write, by the function of training. A
+single token touches one slot of the open chunk.
 """
 
 import dataclasses
@@ -87,8 +86,7 @@ def over_piece[W, S](
 
 
 def closed[W, S](memory: ChunkedMemory[W, S], state: OpenChunk[W, S], count: Int[Array, " B"]) -> S:
-    """The memory of rows that end here: the `count` tokens of an open chunk are written as those
-    of the last chunk of a whole row are."""
+    """The memory of rows that end here: the `count` tokens of an open chunk are written too."""
     if state.open is None or not (stored := jax.tree.leaves(state.open)):
         return state.memory  # they are, or nothing writes
     mask = jnp.arange(stored[0].shape[1]) < count[:, None]
@@ -116,10 +114,9 @@ def _inside_chunk[W, S](
 def _written[W, S](
     is_full: Bool[Array, " B"], memory: ChunkedMemory[W, S], state: S, chunk: W
 ) -> S:
-    """The state after a write in the rows whose chunk is full. One row at a time, because rows of
-    a batch fill their chunks at different tokens, and most tokens fill none. On a mesh, whose
-    devices share the rows, all rows at once; so for a single row, whose delta_w XLA would compute
-    before a loop, at every token."""
+    """The state after a write in the rows whose chunk is full: one row at a time, because rows of a
+    batch fill their chunks at different tokens. On a mesh, whose devices share the rows, all at
+    once; so a single row, whose delta_w XLA would compute before a loop, at every token."""
     if is_distributed() or len(is_full) == 1:
 
         def all_rows(state: S) -> S:

@@ -3,8 +3,8 @@
     S_{i+1} = a_i S_i + delta_w_i,   a_i = 1 as published: S_i = sum_{j<i} delta_w_j
 
 With decays the columns of S are Q groups of D / Q, each with its own factor a_i, the product of
-exp(log_decay) of the tokens that write into chunk i: a memory of several time scales. A document
-boundary is a_i = 0. Three forms of one function, equal in values and gradients:
+exp(log_decay) of the tokens that write into chunk i. A document boundary is a_i = 0. Three forms of
+one function, equal in values and gradients:
 
     blocked      a scan over blocks of chunks with an associative scan inside each, and a custom
                  VJP that keeps no state
@@ -12,12 +12,9 @@ boundary is a_i = 0. Three forms of one function, equal in values and gradients:
     attention    y_i = z_i W_base + eta * sum_{j<i} a_{j+1} .. a_{i-1} (z_i k_j^T) e_j, O(T^2): for
                  short rows
 
-"auto", the default, takes attention where it needs fewer products (`at_length`: below 2,234 tokens
-at 1536 by 4096), else blocked.
-
-The read is two products, z W_base + eta * (z S): folding S into W_base first and rounding to
-bfloat16, as the published code does (`folds_state`), puts an error of 17 % on z S when |S| /
-|W_base| is 1 %. All sums of delta_w are in `state_dtype`.
+"auto", the default, takes attention where it needs fewer products (`at_length`), else blocked. The
+read is two products, z W_base + eta * (z S), since rounding their sum to bfloat16, as the published
+code does (`folds_state`), loses digits of S. All sums of delta_w are in `state_dtype`.
 """
 
 import dataclasses
@@ -42,8 +39,7 @@ Form = Literal["auto", "blocked", "associative", "attention"]
 
 
 class PrefixOptions(NamedTuple):
-    """Static options of a memory that is a prefix sum. Those of a `PrefixMemory` come from
-    `at_length`, with the form chosen."""
+    """Static options of a memory that is a prefix sum."""
 
     eta: float
     orthogonalizes: bool = False
@@ -54,9 +50,8 @@ class PrefixOptions(NamedTuple):
 
     def at_length(self, length: int, hidden_dim: int, dim: int) -> "PrefixOptions":
         """The options with the form chosen for rows of T = `length`: "auto" takes the one with
-        fewer multiplications, forward and backward. Per token, states take 7 F D (written and read,
-        written again in the backward, four gradients), scores 3 T (F + D), and F D for the state
-        after the row."""
+        fewer multiplications, forward and backward. Per token, states take 7 F D, scores 3 T (F +
+        D), and F D for the state after the row."""
         if self.form != "auto":
             return self
         is_short = length * (hidden_dim + dim) < 2 * hidden_dim * dim
@@ -86,7 +81,6 @@ class SumMemory(ChunkedMemory[Writes, Sum]):
         return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
 
     def read(self, state: Sum, reads: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
-        """z W_base + eta z S."""
         return _read(self, state[:, None], reads[:, None], None)[:, 0]
 
 
@@ -104,7 +98,6 @@ class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes], Ele
         return Axes(("mlp",), features, writes, ROWS, ("tensor",))
 
     def write(self, state: Sum, writes: Writes, mask: Bool[Array, "#B L"] | None = None) -> Sum:
-        """a S + delta_w of the chunk."""
         errors = masked(writes.errors, mask)[:, None]
         delta = chunk_delta(self.options, errors, writes.keys[:, None])[:, 0]
         return decayed(state, writes.log_decay, mask) + delta
@@ -209,7 +202,6 @@ def decayed_sum(left: Element, right: Element) -> Element:
 
 
 def _of_chunks(log_decay: jax.Array | None, mask: MemoryMask) -> jax.Array | None:
-    """The sums [B, C, Q] over the tokens that write."""
     return None if log_decay is None else masked(log_decay, mask.writes).sum(2)
 
 
@@ -225,8 +217,7 @@ def _kept(block: _Summed) -> jax.Array | None:
 
 def _left(log_decay: jax.Array | None, resets: jax.Array | None) -> jax.Array | None:
     """The share [B, C + 1, Q] of a state before each chunk, and of the last one, that is left after
-    the row: products of a, by sums, whose gradients keep no array of size zero (see
-    `_decayed_sums`)."""
+    the row, by sums, whose gradients keep no array of size zero (see `_decayed_sums`)."""
     left = None if log_decay is None else jnp.exp(_sums_from(log_decay))
     if resets is None:
         return left
@@ -267,7 +258,6 @@ def chunk_delta(
 
 
 def _product(options: PrefixOptions, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """A matrix product accumulated in the state dtype; operands keep theirs."""
     return product(equation, a, b, options.state_dtype)
 
 
@@ -310,12 +300,9 @@ def _blocked_backward(saved: _Inputs, cotangents: Outputs) -> _Inputs:
     rest.
 
     cot(S_i) = eta z_i^T dy_i + a_i cot(S_{i+1}) and cot(delta_w_i) = cot(S_{i+1}). Where every
-    token reads and nothing decays, the running sum of z_i^T dy_i is the gradient of W_base as well,
-    without its own product.
-
-    cot(log a_i) is the loss's slope along y, of the writes before chunk i in the reads after it, by
-    group of columns. It is the slope of all reads after i less that of all writes from i on, and so
-    takes no state and its cotangent at once.
+    token reads and nothing decays, the running sum of z_i^T dy_i is the gradient of W_base as well.
+    cot(log a_i), by group of columns, is the slope of the loss along all reads after i less that
+    along all writes from i on, and so takes no state and its cotangent at once.
     """
     (memory, initial_state, chunks), (dy, d_state) = saved, cotangents
     w_base, options, (keys, errors, log_decay, _) = memory.w_base, memory.options, chunks.writes

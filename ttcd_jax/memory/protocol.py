@@ -2,8 +2,7 @@
 
 A memory is one object, a pytree whose arrays are parameters. Three drivers run it: over a row
 (`Memory.row`), over rows shared by several devices (`rows.over_rows`), over a row in pieces
-(`pieces.over_piece`). Most memories go chunk by chunk: every token of a chunk reads the writes of
-the chunks before it, and a chunk is written as a whole (`ChunkedMemory`).
+(`pieces.over_piece`). Most memories go chunk by chunk (`ChunkedMemory`).
 """
 
 import abc
@@ -39,7 +38,6 @@ class Memory[Writes, State, Prepared](abc.ABC):
     two tokens, arrays with the batch axis first. `Prepared`: the input of `row`."""
 
     def axes(self) -> Axes:
-        """The logical axes of the memory's arrays, its operands and y."""
         return Axes()
 
     @abc.abstractmethod
@@ -134,7 +132,6 @@ class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
         length: int,
         previous_segment: Int[Array, " B"] | None = None,
     ) -> Chunks[Writes]:
-        """Operands [B, C, L, ...] of rows of `length` tokens with their mask."""
         mask = memory_mask(segments, length, reads.shape[2], previous_segment)
         return Chunks(reads, writes, mask, segments)
 
@@ -156,15 +153,13 @@ class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
         return where_rows(chunk.mask.reads, y, start)
 
     def advance(self, state: State, chunk: Chunks[Writes]) -> tuple[State, Float[Array, "B L ..."]]:
-        """(the state after a chunk [B, L, ...], y of its tokens)."""
         y = self.read_chunk(state, chunk)
         return self.write(self.reset(state, chunk), chunk.writes, chunk.mask.writes), y
 
     def row(
         self, prepared: Chunks[Writes], state: State | None = None, *, needs_end: bool = True
     ) -> tuple[Float[Array, "B C L *rest"], State]:
-        """A scan over chunks, each recomputed in the backward. `needs_end`: the last chunk writes
-        too."""
+        """A scan over chunks, each recomputed in the backward."""
         chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), prepared)
         written = chunks if needs_end else jax.tree.map(lambda x: x[:-1], chunks)
         advance = jax.checkpoint(self.advance, prevent_cse=False)

@@ -23,9 +23,8 @@ def over_rows[W, S, P](
     length: int,
     reports_size: bool = False,
 ) -> tuple[Float[Array, "B ..."], Float[Array, " B"] | None]:
-    """(y, norm of the accumulated writes if `reports_size`) of rows of `length` tokens. Operands
-    and segments are [B, C, L, ...] for a memory with chunks, else [B, T, ...]; y is as `reads`. The
-    norm has no gradient."""
+    """(y, norm of the accumulated writes if `reports_size`, without gradient) of rows of `length`
+    tokens. Operands and segments are [B, C, L, ...] for a memory with chunks, else [B, T, ...]."""
     axes = memory.axes()
 
     def on_shard(

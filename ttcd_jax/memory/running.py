@@ -25,15 +25,14 @@ Views = tuple[Float[Array, "*rest F"], Float[Array, "*rest F"]]  # z_teacher, z_
 @dataclasses.dataclass(frozen=True)
 class IdealMemory(ChunkedMemory[Views, Weight]):
     """Gradient descent on the distillation loss, one update per chunk: the paper's eq.
-    inplace_update_sw, in [F, D] layout. With L_CD(W), the mean over a chunk of
-    |stopgrad(z_teacher W_i) - z_student W|^2 / 2, chunk i is read through W_i and writes
+    inplace_update_sw, in [F, D] layout. With L_CD(W), the mean over a chunk of |stopgrad(z_teacher
+    W_i) - z_student W|^2 / 2, chunk i is read through W_i and writes
 
         W_{i+1} = W_i - eta dL_CD/dW at W_i
                 = W_i + eta * mean over the chunk of z_student^T (z_teacher W_i - z_student W_i).
 
-    The error is taken against the running weight, so updates depend on one another and no prefix
-    sum gives them. No gradient flows through the teacher's term; all else is differentiable. The
-    mean is over the tokens that write. Read by z_teacher, written by both.
+    No gradient flows through the teacher's term; all else is differentiable. The mean is over the
+    tokens that write. Read by z_teacher, written by both.
     """
 
     w_base: Float[Array, "F D"]
@@ -73,9 +72,8 @@ class CorrectingMemory(SumMemory):
 
         S <- S + k^T (e - beta k S),   k S read after the earlier tokens of its chunk wrote,
 
-    so that a key that comes again replaces its old value, and S stays as large as the values in it.
-    With |k| = 1 and beta in [0, 1] no write makes it grow without bound. The writes u of a chunk
-    solve a unit lower triangular system (`memory.delta_rule`):
+    so that a key that comes again replaces its old value. The writes u of a chunk solve a unit
+    lower triangular system (`memory.delta_rule`):
 
         (I + A) U = E - beta K S,   A_ij = beta_i (k_i . k_j) for j < i
 
@@ -129,7 +127,6 @@ class RenormalizedMemory(ChunkedMemory[Writes, Group]):
         return group_start, jnp.where(is_group_end, 0, total), count
 
     def squared_size(self, state: Group) -> Float[Array, " B"]:
-        """|W - W_base|_F^2 / eta^2."""
         return _squared_change(self._weight(state), self.w_base, self.options.eta)
 
     def _weight(self, state: Group) -> Weight:
@@ -141,7 +138,6 @@ class RenormalizedMemory(ChunkedMemory[Writes, Group]):
 
 
 def _read(weight: Weight, z: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
-    """z W in the dtype of z, accumulated in that of W."""
     return product("BLF,BFD->BLD", z, weight.astype(z.dtype), weight.dtype).astype(z.dtype)
 
 

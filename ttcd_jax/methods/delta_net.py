@@ -37,9 +37,8 @@ Channels = tuple[jax.Array, jax.Array, jax.Array]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaRuleConfig(registry.Settings):
     """The settings of the method. `num_taps` of its convolutions, which begin as `conv_init`:
-    "previous" starts keys at the token before, queries and values at the token itself.
-    `value_expansion`: channels of a value head per channel of a key head; `chunk_size` changes the
-    speed, not the result."""
+    "previous" starts keys at the token before. `value_expansion`: channels of a value head per
+    channel of a key head; `chunk_size` changes the speed, not the result."""
 
     num_taps: Positive = 4
     conv_init: Literal["uniform", "previous"] = "uniform"
@@ -79,11 +78,9 @@ class DeltaSublayerConfig(Dims, SublayerConfig):
 
     @property
     def value_head_dim(self) -> int:
-        """X."""
         return round(self.head_dim * self.rule.value_expansion)
 
     def flops(self, length: int) -> int | float:
-        """Projections, the inside of chunks, and the state."""
         N, H, X = self.num_heads, self.head_dim, self.value_head_dim
         chunk = min(self.rule.chunk_size, length)
         projections = 2 * length * self.dim * N * (2 * H + 2 * X)
@@ -118,8 +115,7 @@ class DeltaState(NamedTuple):
 
 
 class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
-    """h [B, T, D] -> [B, T, D]: q, k, v linear in h, beta = sigmoid(h W_rate), delta rule,
-    output."""
+    """h [B, T, D] -> [B, T, D]."""
 
     def __init__(self, config: DeltaSublayerConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -138,7 +134,6 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
         return self._project_out(x, o), None
 
     def start(self, batch_size: int, max_length: int | None = None) -> DeltaState:
-        """The state before rows begin; its size does not depend on `max_length`."""
         config = self.config
         heads = batch_size, config.num_heads, config.head_dim, config.value_head_dim
         tail = None
@@ -176,7 +171,6 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
         return None
 
     def normed(self, h: Hidden, o: Float[Array, "B T N X"]) -> Float[Array, "B T N X"]:
-        """The memory's output o after norm and gate."""
         return o
 
     def _project_out(self, h: Hidden, o: Float[Array, "B T N X"]) -> Hidden:

@@ -1,9 +1,6 @@
-"""The ideal IP-TTCD MLP: a SwiGLU whose down projection descends the distillation loss itself.
-
-Where `ipttcd` approximates (errors against the base weight, convolutions, P, beta, normalized
-keys), this follows the paper's eq. inplace_update_sw to the letter, at the price of a loop over
-chunks that no prefix sum replaces. Proposition 1 is about this layer.
-"""
+"""The ideal IP-TTCD MLP: a SwiGLU whose down projection descends the distillation loss itself, by
+the paper's eq. inplace_update_sw to the letter, at the price of a loop over chunks that no prefix
+sum replaces. Proposition 1 is about this layer."""
 
 import dataclasses
 from typing import ClassVar

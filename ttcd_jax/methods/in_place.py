@@ -82,14 +82,12 @@ class PrefixSettings(InPlaceSettings):
     `num_taps` tokens of a convolution, this one the last, or the middle one (`is_conv_causal`
     False). `has_proj`: errors are multiplied by P, which `proj_init` begins as 0.02 I, 0.02
     diag(N(0, 1)), zero, or dense N(0, init_std^2). `form` of the sum, and `block_chunks` whose
-    states exist at once (`ttcd_jax.memory.prefix`); `folds_state`: the published read, one product
-    by W_base + eta S.
+    states exist at once (`ttcd_jax.memory.prefix`); `folds_state`: the published read, one product.
 
     Not published: `half_lives`, of as many groups of the memory's columns, in tokens; () forgets
     nothing. `decay`: they are constants, learned from there, or learned and multiplied by a gate on
-    every token, softplus(x w) / ln 2 with w from zero. `corrects_errors`: the delta rule. A token
-    writes its error less the memory's answer to its key; keys have norm 1
-    (`memory.running.CorrectingMemory`).
+    every token, softplus(x w) / ln 2 with w from zero. `corrects_errors`: the delta rule
+    (`memory.running.CorrectingMemory`), with keys of norm 1.
     """
 
     num_taps: Positive = 5
@@ -129,7 +127,6 @@ class PrefixSettings(InPlaceSettings):
         return PrefixOptions(*fields, state_dtype=precision.state_dtype)
 
     def error_flops(self, mlp: MLPConfig, length: int) -> int | float:
-        """Of the projection and of the correction."""
         proj = self.has_proj * 2 * length * mlp.dim**2
         return proj + self.corrects_errors * self.correction_flops(mlp, length)
 
@@ -200,8 +197,7 @@ class Operands(NamedTuple):
 class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     """(x, t) [B, T, D] -> y [B, T, D], any T: x is read through the memory in the down projection.
     A method defines t (`source`) and its writes by four functions that whole rows and pieces share:
-    `tokens` (of each token alone), `convolved` (the same inside chunks), `operands` (of reads and
-    writes), `memory`."""
+    `tokens`, `convolved` (the same inside chunks), `operands` (of reads and writes), `memory`."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         super().__init__(config.mlp, rngs=rngs)
@@ -293,8 +289,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         self, size: Float[Array, " B"], row: Tree, length: int
     ) -> Float[Array, ""] | None:
         """`MemoryStats.window_share` of (convolved, writes, segments). One chunk's errors are made
-        again, 2 F D + 2 D^2 FLOPs per token of it: at most a twelfth of the layer's forward,
-        divided by the chunks of a row."""
+        again, at most a twelfth of the layer's forward, divided by the chunks of a row."""
         if not self.has_teacher:
             return None
         convolved, writes, segments = jax.lax.stop_gradient(jax.tree.map(lambda x: x[:, -1:], row))
@@ -309,7 +304,6 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     def _window_squares(
         self, convolved: Convolved, writes: Any, segments: Int[Array, "B C L"] | None
     ) -> Float[Array, "B C L"] | None:
-        """`Operands.window_squares`."""
         if not self.has_teacher:
             return None
         free, errors = self.without_gap(convolved, segments), writes.errors
@@ -351,9 +345,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     def extend(
         self, x: Hidden, piece: Piece, state: InPlaceState, student: Hidden | None = None
     ) -> tuple[Hidden, InPlaceState]:
-        """(y, the state after the piece). Reads and writes are those of whole rows: the
-        convolutions see the tokens of their chunk before the piece, and a chunk is written when its
-        last token arrives."""
+        """(y, the state after the piece). The convolutions see the tokens of their chunk before the
+        piece, and a chunk is written when its last token arrives."""
         if piece.is_plain is True:
             return self.plain(x), state
         length, size = x.shape[1], self.settings.chunk_size
@@ -458,7 +451,6 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         return jnp.broadcast_to(-rate, (*x.shape[:2], len(settings.half_lives)))
 
     def w_base(self) -> Float[Array, "F D"]:
-        """The down projection in the compute dtype."""
         return self.down[...].astype(self.config.precision.compute_dtype)
 
     def _init_sum(self, rngs: nnx.Rngs) -> None:

@@ -3,10 +3,9 @@
     h = conv_A(feat(x)),  v = conv_T(targets)                  both inside their chunk
     W_i = W_base + eta * sum over earlier chunks of h^T (v P),   y = h W_i
 
-x is the normed hidden state; the targets are x itself or the raw token embeddings. The memory is
-that of IP-TTCD, but its writes have no error, no token rate and, without `corrects_errors`, no key
-norm. A symmetric target convolution looks ahead inside its chunk and stays causal, because only
-later chunks read the writes of a chunk; a symmetric activation convolution would not be.
+x is the normed hidden state; the targets are x itself or the raw token embeddings. Its writes have
+no error, no token rate and, without `corrects_errors`, no key norm. A symmetric target convolution
+stays causal, because only later chunks read; a symmetric activation convolution would not be.
 """
 
 import dataclasses
@@ -81,8 +80,7 @@ class IPTTTMLP(InPlaceMLP[Writes, Writes], config=IPTTTConfig):
             self.look_back = settings.num_taps - 1
 
     def source(self, x: Hidden, row: Row | Piece, student: Hidden | None) -> Hidden:
-        """The targets: x itself, or the token embeddings of the row. Raises `ValueError` for a row
-        without them."""
+        """The targets. Raises `ValueError` for a row without embeddings."""
         if self.settings.target == "hidden":
             return x
         if row.embeddings is None:

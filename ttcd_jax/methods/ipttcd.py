@@ -5,9 +5,7 @@ teacher with a long window and a student with a short one.
     e = sigmoid(t . b) * ((z_target - z_student) W_base) P,  k = z_student / |z_student|
     W_i = W_base + eta * sum over earlier chunks of k^T e,   y = z_out W_i
 
-With `half_lives` the sum forgets (`ttcd_jax.memory.prefix`), with `corrects_errors` a key replaces
-its old value (`ttcd_jax.memory.running.CorrectingMemory`). x is the teacher's normed hidden state,
-t the student's; W_base is the down projection [F, D].
+x is the teacher's normed hidden state, t the student's; W_base is the down projection [F, D].
 """
 
 import dataclasses
@@ -38,23 +36,21 @@ from ttcd_jax.precision import Precision
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryConfig(in_place.PrefixSettings):
-    """The settings of IP-TTCD. The defaults are the paper's from-scratch recipe.
-
-    A model trained from scratch reads through the teacher convolution, which is initialized to zero
-    (published) or the identity. Continued training starts exactly at the base model:
-    `output="teacher_raw"`, `normalizes_keys=False`, teacher convolution at identity, student
-    convolution at zero.
+    """The settings of IP-TTCD. The defaults are the paper's from-scratch recipe, whose teacher
+    convolution, through which the model reads, begins at zero. Continued training starts exactly at
+    the base model: `output="teacher_raw"`, `normalizes_keys=False`, teacher convolution at
+    identity, student convolution at zero.
 
     `has_teacher_conv`, `has_student_conv`: the convolutions of the features, which begin as
     `teacher_conv_init` and `student_conv_init`. `has_token_rate`: the gate sigmoid(t . b) on
     errors, which `gate` "teacher" computes from x (not published). `error`: what is written, the
     difference of the teacher's features from the student's, the same before their convolutions
-    ("gap"), or one of them, as a control.
-    `normalizes_keys`, `normalizes_errors`: to norm 1, where `zero_slope` is the gradient at a zero
-    vector (published: 1e6). `output`: the features read through the memory, the teacher's after its
-    convolution, before it, or the student's. `renorm_chunks`: |W| is held at |W_base|, in groups of
-    so many chunks. `orthogonalizes_updates`: Newton-Schulz on every delta_w.
-    `conv_implementation`: of the convolutions, by its name in `ttcd_kernels`.
+    ("gap"), or one of them, as a control. `normalizes_keys`, `normalizes_errors`: to norm 1, where
+    `zero_slope` is the gradient at a zero vector (published: 1e6). `output`: the features read
+    through the memory, the teacher's after its convolution, before it, or the student's.
+    `renorm_chunks`: |W| is held at |W_base|, in groups of so many chunks. `orthogonalizes_updates`:
+    Newton-Schulz on every delta_w. `conv_implementation`: of the convolutions, by its name in
+    `ttcd_kernels`.
     """
 
     has_teacher_conv: bool = True

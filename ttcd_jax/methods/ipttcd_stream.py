@@ -7,10 +7,9 @@ h_S under `student_window`, in every layer up to the one with the memory, where
     S <- S + k^T beta (d - k S),     h_S <- h_S + eta k S
 
 by the delta rule, token by token: a token reads what all before it wrote. The student's stream goes
-on alone, in layers under the student's window: the teacher's is there to be written, and never
-reads a memory, so no write depends on a read. With several memories the teacher's stream goes on to
-the last, and each corrects what is left after those before it. Equal windows write zero; a memory
-that is not read (eta = 0), or not written, leaves the windowed model.
+on alone: the teacher's never reads a memory, so no write depends on a read. With several memories
+it goes on to the last, and each corrects what is left after those before it. Equal windows write
+zero; a memory that is not read, or not written, leaves the windowed model.
 """
 
 import dataclasses
@@ -50,8 +49,7 @@ class StreamMemoryConfig(InPlaceSettings):
     this; x is the normed stream before the MLP, the teacher's or the student's (`rate_source`).
     `target`: d is the difference of the streams, or of the layer's own MLP outputs alone, as in the
     paper. `stops_teacher`: no gradient flows through the teacher's stream. `is_frozen`: the memory
-    is read and never written, by a student alone; so is the model that
-    `ttcd_jax.inference.state.frozen` makes.
+    is read and never written, by a student alone (`ttcd_jax.inference.state.frozen`).
     """
 
     goes_on_as_student: ClassVar[bool] = True
@@ -225,8 +223,7 @@ class StreamMemoryMLP(InPlaceMLP[Lesson, Lesson], config=StreamMemoryMLPConfig):
         return self.frozen(state) if self.settings.is_frozen else state
 
     def source(self, x: Hidden, row: Any, student: Hidden | None) -> tuple[Hidden, Hidden]:
-        """x is the student's, `student` the teacher's: the teacher's stream after the layer less
-        the student's before its MLP, and the rate's source. The student alone learns nothing."""
+        """x is the student's, `student` the teacher's: the target, and the rate's source."""
         if student is None:
             return self.plain(x), x
         stops = jax.lax.stop_gradient if self.settings.stops_teacher else lambda x: x
@@ -272,7 +269,6 @@ class StreamMemoryMLP(InPlaceMLP[Lesson, Lesson], config=StreamMemoryMLPConfig):
 
 
 def _blocks(config: Any, settings: StreamMemoryConfig) -> tuple[BlockConfig, ...]:
-    """The blocks of all layers of a `TransformerConfig`."""
     if settings.is_frozen and config.window != config.student_window:
         raise UserError(
             f"is_frozen is for the student alone: set window {config.window} to its window, "

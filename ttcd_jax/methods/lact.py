@@ -46,11 +46,10 @@ class LaCTMemoryConfig(registry.Settings):
     `num_fast_heads` of the memory, with `hidden_expansion` hidden features per channel of a head,
     rounded down; `chunk_size` tokens learn at once. `low_rank`: w0 and w2 start as a product of
     this rank plus 0.5 I; None: full. `has_momentum`: updates have one, gated by token.
-    `orthogonalizes_updates`: Newton-Schulz on every update, in precision.state. `keeps_raw_state`:
-    updates add to weights that are normalized only for reads. `has_qk_silu`: SiLU on fast q and k,
-    and, with `has_value_silu` too, on v. `has_scale`: the gate silu(h W_s). `has_rope`: fast q and
-    k are rotated; those of the attention always are. `has_qk_norm`: over the whole width, and
-    `has_qkv_bias`, both for attention and memory.
+    `orthogonalizes_updates`: Newton-Schulz on every update. `keeps_raw_state`: updates add to
+    weights that are normalized only for reads. `has_qk_silu`: SiLU on fast q and k, and, with
+    `has_value_silu`, on v. `has_scale`: the gate silu(h W_s). `has_rope`: fast q and k are rotated.
+    `has_qk_norm`: over the whole width, and `has_qkv_bias`, both for attention and memory.
     """
 
     num_fast_heads: Positive = 4
@@ -125,12 +124,10 @@ class LaCTConfig(SublayerConfig):
 
     @property
     def fast_width(self) -> int:
-        """H of the memory."""
         return self.attention.dim // self.memory.num_fast_heads
 
     @property
     def fast_hidden(self) -> int:
-        """F of the memory."""
         return int(self.fast_width * self.memory.hidden_expansion)
 
     @property
@@ -142,7 +139,6 @@ class LaCTConfig(SublayerConfig):
         return self.memory.chunk_size
 
     def flops(self, length: int) -> int | float:
-        """Projections and scores of the attention, reads and writes of the memory."""
         attention, unit = self.attention, 2 * self.attention.dim * self.fast_hidden
         projections = 2 * length * attention.dim * 4 * attention.width
         written = length - 1 - (length - 1) % self.memory.chunk_size  # the last chunk does not
@@ -269,7 +265,6 @@ class LaCT(Mixer, config=LaCTConfig):
         return FastSwiGLU(self._start(), *fields, state_dtype=dtype)
 
     def _joined(self, h: jax.Array, seen: jax.Array, fast: jax.Array) -> Hidden:
-        """The output, from the attention's heads and the memory's output, normed and scaled."""
         fast = rms_norm(fast, self.fast_norm[...], NORM_EPS)
         if self.config.memory.has_scale:
             scale = jax.nn.silu(self._gate(h, self.scale, self.scale_bias))
@@ -292,7 +287,6 @@ class LaCT(Mixer, config=LaCTConfig):
         return fast.astype(x.dtype)
 
     def _split(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, N, H] in fast heads."""
         return x.reshape(*x.shape[:2], self.config.memory.num_fast_heads, -1)
 
     def _rates(self, h: jax.Array) -> Float[Array, "B T N 3"]:
@@ -307,7 +301,6 @@ class LaCT(Mixer, config=LaCTConfig):
         return sums + bias[...].astype(wide)
 
     def _start(self) -> FastWeights:
-        """The fast weights at the start of every row and document."""
         if self.config.memory.low_rank is None:
             return FastWeights(self.w0[...], self.w1[...], self.w2[...])
         # In the state dtype: small, and the start of the running weights.

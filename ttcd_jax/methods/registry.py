@@ -1,10 +1,6 @@
-"""The registry of methods: the block of each layer of a transformer. No other module knows a
-method by name.
-
-A method is one module: its settings, its layer, the block it makes, and the names of all of it in
-the reference implementation. Importing the module registers it; `ttcd_jax.methods` imports all of
-its modules, and a module outside the package can register more.
-"""
+"""The registry of methods: the block of each layer of a transformer. No other module knows a method
+by name. Importing a method's module registers it; `ttcd_jax.methods` imports all of its modules,
+and a module outside the package can register more."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -28,7 +24,6 @@ class Settings(Config):
 
     @classmethod
     def alternatives(cls) -> list[type[Config]]:
-        """The settings of all registered methods."""
         return METHODS.classes() if cls is Settings else [cls]
 
     def switched_off(self, length: int) -> "Settings | None":
@@ -37,8 +32,7 @@ class Settings(Config):
         return None
 
     def frozen(self, config: Any) -> Any:
-        """The model, a `TransformerConfig` of the same parameters, that reads the memory of a state
-        and writes nothing."""
+        """The model, a `TransformerConfig`, that reads the memory of a state and writes nothing."""
         raise UserError(
             f"a model of method {config.method!r} has no memory in a down projection that could be "
             "frozen: keep the memory"
@@ -157,11 +151,10 @@ PROJ_INIT |= {"zero": "zeros", "random": "normal"}
 class Method:
     """A method by its name in configurations and its label in tables.
 
-    `block(config, settings)` is the block of a layer with the method's memory; it raises
-    `UserError` for a model that the method cannot be. Layers without it have attention and SwiGLU,
-    unless the blocks of all layers are given.
-    `layers`: "fast" for those in `TransformerConfig.fast_layers`, "all", or "none" for a method
-    without memory. `twin`: the method of a model whose window was removed, or that was given one.
+    `block(config, settings)` is the block of a layer with the method's memory, or those of all
+    layers; it raises `UserError` for a model that the method cannot be. `layers`: "fast" for those
+    in `TransformerConfig.fast_layers`, "all", or "none" for a method without memory. `twin`: the
+    method of a model whose window was removed, or that was given one.
     """
 
     name: str

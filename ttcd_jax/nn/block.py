@@ -136,7 +136,6 @@ class Sublayer(Configured):
             config.layer, cls.config_class = cls, config
 
     def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, Report]:
-        """(output, the report of the layer's memory)."""
         raise AssertionError(f"{type(self).__name__} defines its own forward")
 
     def start(self, batch_size: int, max_length: int | None) -> LayerState:
@@ -166,8 +165,7 @@ class Mixer(Sublayer):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Output:
-        """The output; under two windows (teacher, student), equal in the first `student_window`
-        tokens of a document."""
+        """The output; under two windows (teacher, student)."""
         check_hidden("h", h, self.config.dims.dim)
         return self.forward(h, Row.of(h, positions, segment_ids))[0]
 
@@ -212,7 +210,6 @@ class BlockConfig(Config):
 
     @property
     def reference_names(self) -> Names:
-        """The names of the block's parameters in the reference implementation's checkpoints."""
         names: Names = {}
         for ours, (prefix, norm) in self.order.items():
             names[norm] = (f"{ours}_norm", "same")
@@ -245,8 +242,7 @@ class Block(Configured):
         segment_ids: Int[Array, "B T"] | None = None,
         embeddings: Hidden | None = None,
     ) -> Joined:
-        """The block's output. `embeddings` of the tokens are the targets of an IP-TTT memory
-        that stores them."""
+        """The block's output. `embeddings`: the targets of an IP-TTT memory that stores them."""
         width = self.config.mixer.num_streams * self.config.mixer.dims.dim
         check_array("the layer", "h", h, "float", "B", "T", width)
         return self.forward(h, Row.of(h, positions, segment_ids, embeddings))[0]
@@ -268,7 +264,6 @@ class Block(Configured):
         return _added(*streams, y), report
 
     def inputs(self, name: str, h: Joined, row: Row) -> tuple[Hidden, Hidden | None]:
-        """The inputs of sub-layer `name`: (normed hidden states, those of a student)."""
         streams = self._streams(h)
         for before in itertools.takewhile(lambda other: other != name, self.config.order):
             streams, _ = self.step(before, streams, row)

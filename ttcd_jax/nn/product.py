@@ -17,9 +17,8 @@ def product(
     equation: str, a: Float[Array, "..."], b: Float[Array, "..."], dtype: DTypeLike
 ) -> Float[Array, "..."]:
     """einsum(equation, a, b) accumulated in `dtype`, which is the result's. The backward rounds the
-    cotangent to the operands' dtype first: differentiating through `preferred_element_type` would
-    multiply it as it is, a float32 product in a bfloat16 model. Every letter of an operand must be
-    in the other one or in the result."""
+    cotangent to the operands' dtype first: JAX's would multiply it as it is, in float32. Every
+    letter of an operand must be in the other one or in the result."""
     einsum = functools.partial(jnp.einsum, preferred_element_type=dtype)
     operands, out = equation.split("->")
     left, right = operands.split(",")
@@ -76,10 +75,9 @@ def _weight_product_backward(saved: Operands, d_out: jax.Array) -> Operands:
 
 
 def _summed_over_batch(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a^T b [X, Z] of [*batch, X] and [*batch, Z], accumulated in float32 or wider: on a mesh the
-    partial sums of all devices are added after this. The copy a^T that XLA makes on a CPU misses
-    the cache at every element. Two copies, groups of 16 columns first and then inside each, take a
-    third of its time."""
+    """a^T b [X, Z] of [*batch, X] and [*batch, Z], accumulated in float32 or wider: on a mesh
+    partial sums are added after this. XLA's copy a^T on a CPU misses the cache at every element.
+    Two copies, groups of 16 columns first and then inside each, take a third of its time."""
     batch, dtype = tuple(range(a.ndim - 1)), jnp.promote_types(a.dtype, jnp.float32)
     multiply = functools.partial(jax.lax.dot_general, preferred_element_type=dtype)
 

@@ -1,8 +1,7 @@
 """Rotary position embedding, half-split layout, with the scalings that models use.
 
-For a head vector a = [a0 | a1] at position p:  [a0 cos - a1 sin | a1 cos + a0 sin],  angle p *
-base^(-2j/H). Angles are always float32: positions up to a million need it; more precision has no
-effect.
+For a head vector a = [a0 | a1] at position p: [a0 cos - a1 sin | a1 cos + a0 sin], angle p *
+base^(-2j/H). Angles are float32: positions up to a million need it.
 """
 
 import dataclasses
@@ -44,8 +43,7 @@ class YarnConfig(_ByTurns):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Config(_ByTurns):
-    """The scaling of Llama 3.1: between the two the share of the frequency that is kept grows
-    linearly with the turns."""
+    """The scaling of Llama 3.1: in between the share that is kept grows linearly with the turns."""
 
     fast_turns: PositiveFloat = 4.0
 

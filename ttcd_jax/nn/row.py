@@ -126,11 +126,10 @@ class Piece(NamedTuple):
         window: int | None = None,
         lengths: Int[Array, " B"] | None = None,
     ) -> "Piece":
-        """The piece h of rows in which `start` tokens came before, the first `lengths` (default:
-        all) of which are tokens; of a layer with these chunks (None: no memory has any) and this
-        attention window (None: full attention). Single tokens may have a `start` per row [B], even
-        a traced one. Raises `UserError` for a longer piece across chunks, and for impossible starts
-        and lengths."""
+        """The piece h of rows in which `start` tokens came before, of which the first `lengths`
+        (default: all) are tokens; of a layer with these chunks (None: no memory has any) and this
+        attention window. Single tokens may have a `start` per row [B], even a traced one. Raises
+        `UserError` for a longer piece across chunks, and for impossible starts and lengths."""
         batch, length = h.shape[:2]
         if not isinstance(start, int):
             check_array("the piece", "start", start, "int", *np.shape(start) and (batch,))
@@ -205,8 +204,7 @@ def scatter(buffer: jax.Array, new: jax.Array, slots: Int[Array, "B T"]) -> jax.
 def scatter_from(
     buffer: jax.Array, new: jax.Array, start: Int[Array, " B"], lengths: Int[Array, " B"]
 ) -> jax.Array:
-    """buffer [B, W, ...] with the first `lengths` of new [B, T, ...] in the slots from `start` on;
-    entries outside are dropped."""
+    """buffer [B, W, ...] with the first `lengths` of new [B, T, ...] from slot `start` on."""
     offset = jnp.arange(new.shape[1])
     slots = start[:, None] + offset
     is_kept = (slots >= 0) & (offset < lengths[:, None])

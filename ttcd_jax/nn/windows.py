@@ -58,10 +58,7 @@ def attend(
     sinks: Sinks,
 ) -> Outputs:
     """The output of each window, with the `sinks` beside it; the queries are the last T of the S
-    positions.
-
-    Raises `UserError` when `tensor` does not divide the kv heads.
-    """
+    positions. Raises `UserError` when `tensor` does not divide the kv heads."""
     num_heads, parts = k.shape[2], rules.axis_size("tensor")
     if num_heads % parts:
         raise UserError(
@@ -87,9 +84,8 @@ def attend(
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the positions that attention may still see, a ring per row: position p
-    is in slot p mod W. Slots that were never written are zero. `sinks`: those of the first
-    positions, where a window leaves them behind."""
+    """Keys and values of the positions that attention may still see, a ring per row: position p is
+    in slot p mod W. `sinks`: those of the first positions, where a window leaves them behind."""
 
     keys: Float[Array, "B W K H"]
     values: Float[Array, "B W K H"]
@@ -113,8 +109,7 @@ def attend_cached(
     implementation: Implementation,
     sinks: Sinks,
 ) -> tuple[Outputs, KVCache]:
-    """(the output of each window, the cache after the piece): `attend` over the cache and the
-    piece."""
+    """(the output of each window, the cache after the piece): `attend` over both."""
     after = _appended(cache, k, v, piece)
     if sinks.count:
         first = after.sinks or (after.keys[:, : sinks.count], after.values[:, : sinks.count])
@@ -160,8 +155,7 @@ def _appended(cache: KVCache, k: jax.Array, v: jax.Array, piece: Piece) -> KVCac
 def _seen(
     shard: rules.Shard, row: KeysValues, segment_ids: Int[Array, "B T"] | None, sinks: Sinks
 ) -> _Seen | None:
-    """The sink tokens of the queries of a shard, from its keys and values or those `kept`; None
-    without any."""
+    """The sink tokens of the queries of a shard, from its keys and values or those `kept`."""
     if not (count := sinks.count):
         return None
     assert sinks.positions is not None
@@ -181,8 +175,7 @@ def _seen(
 
 
 def _from_left(shard: rules.Shard, row: KeysValues, place: Int[Array, "B n"]) -> list[jax.Array]:
-    """The keys and values [B, n, K, H] at a `place` to the left of the shard; 0 where it is not.
-    Every device sends every other what that one needs."""
+    """The keys and values [B, n, K, H] at a `place` to the left of the shard; 0 where it is not."""
     parts, (B, length), n = shard.size(sequence.SEQ), row[0].shape[:2], place.shape[1]
     if parts == 1:
         return [jnp.zeros((B, n, *x.shape[2:]), x.dtype) for x in row]

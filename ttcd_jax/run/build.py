@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ttcd_jax import units
 from ttcd_jax.data.pipeline import Batches, CallerBatches, Fields, MakeBatches, StepBatches
 from ttcd_jax.data.sources import BatchesConfig
-from ttcd_jax.data.synthetic.rows import SyntheticConfig
+from ttcd_jax.data.synthetic import SyntheticConfig
 from ttcd_jax.errors import ResourceError, UserError
 from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.run.config import RunConfig

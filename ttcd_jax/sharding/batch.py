@@ -28,7 +28,6 @@ class Placement:
         return tuple(sorted({row for rows in indices for row in rows}))
 
     def abstract(self, kinds: Mapping[str, str]) -> dict[str, jax.ShapeDtypeStruct]:
-        """The fields of a batch by their dtypes, with their sharding."""
         shape, where = self._shape, self._sharding
         return {x: jax.ShapeDtypeStruct(shape, kinds[x], sharding=where) for x in kinds}
 
@@ -44,5 +43,4 @@ class Placement:
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The sharding of a replicated array."""
     return NamedSharding(mesh, PartitionSpec())

@@ -1,10 +1,9 @@
 """Several processes as one program, one per node with all its GPUs: `detect` reads a flag and the
 environment, `initialize` connects, `agree` compares their code and settings.
 
-JAX 0.11.2 detects launchers too, but takes `a-b[10-11]-ib` and `rack[2-3]node[01-04]` for the nodes
-`a-b10` and `rack2`, gives a process under SLURM one GPU, and asks the Kubernetes API about a
-JobSet. Its `jax.distributed.initialize` aborts all processes (SIGABRT, "DEADLINE_EXCEEDED") when
-one is missing, and does not name it.
+JAX 0.11.2 detects launchers too, but reads some of SLURM's lists of nodes wrongly, gives a process
+under SLURM one GPU, and asks the Kubernetes API about a JobSet. Its `jax.distributed.initialize`
+aborts all processes (SIGABRT) when one is missing, and does not name it.
 """
 
 import contextlib
@@ -58,12 +57,9 @@ class Processes(NamedTuple):
 
 
 def detect(description: str, environ: Mapping[str, str]) -> Processes | None:
-    """The processes of this program; None for this process alone.
-
-    `description`: none, a launcher (slurm, jobset), or HOST:PORT,NUM_PROCESSES,PROCESS_ID, where
-    {NAME} stands for that variable of `environ`. Raises `UserError` naming the missing variables or
-    the wrong value.
-    """
+    """The processes of this program; None for this process alone. `description`: none, a launcher
+    (slurm, jobset), or HOST:PORT,NUM_PROCESSES,PROCESS_ID, where {NAME} stands for that variable of
+    `environ`. Raises `UserError` naming the missing variables or the wrong value."""
     if description == "none":
         return None
     form, variable = _LAUNCHERS.get(description, description), r"\{(\w+)\}"
@@ -153,7 +149,6 @@ def _await_calls(processes: Processes, seconds: float) -> None:
 
 
 def _call(processes: Processes, seconds: float) -> None:
-    """Calls process 0 until it answers."""
     reason: object = "it was called"
 
     def absence() -> str:
@@ -191,9 +186,8 @@ def _turns(seconds: float, absence: Callable[[], str]) -> Iterator[float]:
 
 
 def agree(what: str, values: Mapping[str, Any], seconds: float = 600) -> None:
-    """Compares `values`, ready for JSON, by name, and their `surroundings` in all processes. Each
-    waits `seconds` for the others. Raises `UserError` in every process
-    for one that differs from the first: it would change the results of all silently."""
+    """Compares `values`, ready for JSON, by name, and their `surroundings` in all processes; each
+    waits `seconds` for the others. Raises `UserError` in every process for one that differs."""
     if jax.process_count() == 1:
         return
     key, limit = f"ttcd_jax/agree/{next(_calls)}", int(1000 * seconds)

@@ -68,8 +68,7 @@ class MeshConfig(Config):
 
 
 def num_nodes(devices: Sequence[Any]) -> int:
-    """Into how many nodes the devices come, of those that a fast network joins: slices where there
-    are several, otherwise hosts."""
+    """How many nodes the devices are in: slices where there are several, otherwise hosts."""
     slices = {x.slice_index for x in devices if hasattr(x, "slice_index")}
     return len(slices) if len(slices) > 1 else len({x.process_index for x in devices})
 

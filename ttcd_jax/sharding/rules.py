@@ -92,12 +92,9 @@ class Shard(NamedTuple):
 
 
 def sharded(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable:
-    """`function(shard, *arrays)`, run by every device on its shards of the arrays.
-
-    `inputs` and `outputs` hold logical axes: one tuple of names per array, or one for all arrays of
-    a tree; dimensions without a name are whole on every device. Without a mesh `function` gets the
-    arrays as they are, and a `Shard` without axes.
-    """
+    """`function(shard, *arrays)`, run by every device on its shards of the arrays. `inputs` and
+    `outputs` hold logical axes: one tuple of names per array, or one for all arrays of a tree;
+    dimensions without a name are whole. Without a mesh `function` gets the arrays as they are."""
     if not is_distributed():
         return functools.partial(function, Shard())
     mesh = jax.sharding.get_abstract_mesh()
@@ -125,13 +122,10 @@ GATHERED = "gathered"
 
 
 def gathered(weight: Any, dtype: DTypeLike) -> Any:
-    """A parameter gathered along `embed` for computations, `rounded` to `dtype`.
-
-    The devices along `fsdp` and `seq` hold shards of it and exchange them here, in that
-    dtype, unless `take_copy` gave it a copy; its gradient, in the stored dtype, returns to the same
-    shards. Without a mesh it is the stored array itself. `weight`: a parameter with its metadata
-    (`ttcd_jax.axes.param`).
-    """
+    """A parameter gathered along `embed` for computations, `rounded` to `dtype`. The devices along
+    `fsdp` and `seq` hold shards of it and exchange them here, in that dtype, unless `take_copy`
+    gave it a copy; its gradient, in the stored dtype, returns to the same shards. Without a mesh it
+    is the stored array itself. `weight`: a parameter with its metadata (`ttcd_jax.axes.param`)."""
     if (copy := weight.get_metadata("copy", None)) is not None:
         return copy
     x = weight[...]
@@ -148,8 +142,7 @@ def gathered(weight: Any, dtype: DTypeLike) -> Any:
 
 
 def copied(weight: Any, dtype: DTypeLike) -> jax.Array:
-    """A parameter gathered and `rounded`, of which nothing takes a gradient: for `take_copy`, many
-    times."""
+    """A parameter gathered and `rounded`, of which nothing takes a gradient: for `take_copy`."""
     x = constrain(rounded(weight[...], weight, dtype), *_of_copy(weight.get_metadata("axes")))
     # Else XLA would exchange what is stored: it may keep digits that a program rounds off.
     return jax.lax.optimization_barrier(x)
@@ -163,7 +156,6 @@ class Copies(NamedTuple):
 
 
 def table_axes(table: jax.Array | Copies) -> tuple[jax.Array, tuple[str, ...]]:
-    """(array, its logical axes) of a table for `sharded`."""
     return (table.stacked, ("copies",)) if isinstance(table, Copies) else (table, ("vocab",))
 
 
@@ -200,9 +192,7 @@ def never_saves_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 def shardings(mesh: Mesh | AbstractMesh, axes: Any, arrays: Any) -> Any:
     """A `NamedSharding` for every array of a tree, by the axis names in the same tree `axes`.
-
-    Raises `UserError` where a dimension does not divide among its devices, with both numbers.
-    """
+    Raises `UserError` where a dimension does not divide among its devices."""
 
     def sharding(path: Any, array: Any, names: Names) -> NamedSharding:
         for name, size in zip(names, array.shape, strict=True):

@@ -1,9 +1,7 @@
-"""Collectives between devices that hold neighboring shards of a sequence, along mesh axis `seq`.
-
-For functions inside `rules.sharded`: x [B, T, ...] is a device's shard of the rows, T positions.
-On one device every function returns the result of its argument alone. The bytes sent here do not
-grow with the length of the row; only the time of `passed_along` does.
-"""
+"""Collectives between devices that hold neighboring shards of a sequence, along mesh axis `seq`,
+inside `rules.sharded`: x [B, T, ...] is a device's shard of the rows, T positions. On one device
+every function returns the result of its argument alone. The bytes sent do not grow with the length
+of the row; only the time of `passed_along` does."""
 
 import functools
 from collections.abc import Callable
@@ -32,10 +30,8 @@ def halo(
     shard: Shard, tree: Any, segment_ids: Int[Array, "B T"] | None, reach: int | None
 ) -> tuple[Any, Int[Array, "B S"] | None]:
     """(every array with up to `reach` positions before it, None: the whole row; their segment ids).
-
-    Takes as many neighbors as needed. Before the start of the row, arrays are zero and segments
-    `NOWHERE`; without a halo both are unchanged.
-    """
+    Before the start of the row, arrays are zero and segments `NOWHERE`; without a halo both are
+    unchanged."""
     batch, length = jax.tree.leaves(tree)[0].shape[:2]
     available = (shard.size(SEQ) - 1) * length
     size = available if reach is None else min(reach, available)
@@ -64,12 +60,8 @@ def left_segment(shard: Shard, segment_ids: Int[Array, "B T"]) -> Int[Array, " B
 def exclusive_prefix(
     shard: Shard, element: Any, combine: Callable[[Any, Any], Any], neutral: Any
 ) -> Any:
-    """The elements of all devices to the left, combined in order; `neutral` on the first.
-
-    In logarithmic rounds: the elements move one to the right, then partial results twice as far
-    each time, so a device sends 1 + ceil(log2(n - 1)) elements, never more than the n - 1 of an
-    all-gather.
-    """
+    """The elements of all devices to the left, combined in order; `neutral` on the first. In
+    logarithmic rounds: a device sends 1 + ceil(log2(n - 1)) elements."""
     index, parts = shard.index(SEQ), shard.size(SEQ)
 
     def shifted(tree: Any, distance: int) -> Any:
@@ -88,11 +80,8 @@ def passed_along(
     shard: Shard, advance: Callable[[Any], tuple[Any, Any]], state: Any
 ) -> tuple[Any, Any]:
     """(state, result) of advance(state): the first device starts from `state`, every other from the
-    state of its left neighbor.
-
-    For chains that no prefix replaces: devices take turns, so the time is that of one device with
-    the whole row; each sends one state. The backward recomputes each call.
-    """
+    state of its left neighbor. Devices take turns, so the time is that of one device with the whole
+    row; each sends one state. The backward recomputes each call."""
     index = shard.index(SEQ)
     _, result = jax.eval_shape(advance, state)
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result)

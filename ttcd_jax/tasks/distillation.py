@@ -15,7 +15,7 @@ from ttcd_kernels.table import Row as TableRow
 
 from ttcd_jax.config import Positive
 from ttcd_jax.data.sources import synthetic_data
-from ttcd_jax.data.synthetic.rows import HELD_OUT, SyntheticRows
+from ttcd_jax.data.synthetic import HELD_OUT, SyntheticRows
 from ttcd_jax.errors import UserError
 from ttcd_jax.measure.pictures import Picture, plot_lines
 from ttcd_jax.measure.scorer import Scorer, batches, placed, whole

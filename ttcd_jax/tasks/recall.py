@@ -11,9 +11,14 @@ import numpy as np
 
 from ttcd_jax.config import DISTINCT, Positive
 from ttcd_jax.data.sources import synthetic_data
-from ttcd_jax.data.synthetic.evidence import EvidenceConfig
-from ttcd_jax.data.synthetic.recall import RecallConfig
-from ttcd_jax.data.synthetic.rows import HELD_OUT, Needles, SyntheticConfig, SyntheticRows
+from ttcd_jax.data.synthetic import (
+    HELD_OUT,
+    EvidenceConfig,
+    Needles,
+    RecallConfig,
+    SyntheticConfig,
+    SyntheticRows,
+)
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel

@@ -64,8 +64,7 @@ def _is_not_orbax(record: LogRecord) -> bool:
 
 @functools.cache
 def _silence_orbax() -> None:
-    """Keeps Orbax's log off the terminal: its progress, and the failures that it also raises. The
-    event loop, closed over the other reads and writes, repeats each."""
+    """Keeps Orbax's log off the terminal: its progress, and the failures that it also raises."""
     for name in ("absl", "asyncio"):
         getLogger(name).addFilter(_is_not_orbax)
     report = sys.unraisablehook
@@ -85,7 +84,6 @@ def _to_items(leaves: Leaves) -> dict[str, Any]:
 
 
 def _to_leaves(items: dict[str, Any]) -> Leaves:
-    """The leaves of a state by name, from its items on disk."""
     return by_name({_PARAMS: items[_PARAMS], **items.get(_TRAIN, {})})
 
 
@@ -112,8 +110,7 @@ def complete_steps(directory: Path) -> list[int]:
 
 
 def fetch_steps(directory: Path) -> None:
-    """Makes the steps in the copy of a folder in a bucket those that are sealed there: the digest
-    of each. What a killed writer left of a step is not seen, and removed by the next one."""
+    """Makes the steps in the copy of a folder in a bucket those that have a digest there."""
     sealed = {x for x in storage.names(directory) if PurePath(x).match(f"*/{digest.DIGEST}")}
     storage.fetch(directory, sealed.__contains__)
     for step in complete_steps(directory):
@@ -131,7 +128,6 @@ class Kept(NamedTuple):
     scores: Mapping[int, float] = {}
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Whether each of `checkpoints`, in ascending order, is one of them."""
         steps = [x.step for x in checkpoints]
         scored = sorted((x for x in steps if x in self.scores), key=self.scores.__getitem__)
         kept = {*steps[-self.newest :], *(scored[-self.best :] if self.best else [])}
@@ -195,14 +191,12 @@ class Checkpoints:
         self._unreadable: dict[int, str] = {}  # reasons, of steps that are not sealed
 
     def steps(self) -> list[int]:
-        """The complete steps on disk, in ascending order."""
         return complete_steps(self._directory)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Starts writing `state`, which may be donated or deleted afterwards. Until this returns,
-        the devices hold the stacked layers twice. Waits for the previous step, whose failure is
-        raised here: `CheckpointError`, or `ResourceError` for a full disk.
-        """
+        """Starts writing `state`, which may be donated or deleted afterwards. Waits for the
+        previous step, whose failure is raised here: `CheckpointError`, or `ResourceError` for a
+        full disk."""
         self.wait()
         items = _to_items(self._on_disk(by_name(state)))
         args = ocp.args.Composite(**{x: type(self).save_args(items[x]) for x in items})
@@ -258,7 +252,6 @@ class Checkpoints:
     def _restore(
         self, abstract_state: dict[str, Any], step: int | None
     ) -> tuple[int, dict[str, Any]]:
-        """`restore`, of the steps there are now."""
         # The first process alone reads the disk, so that all agree even while a job writes.
         chosen, refused = self._judged(step) if jax.process_index() == 0 else (0, [])
         chosen = int(multihost_utils.broadcast_one_to_all(np.array(chosen)))
@@ -447,8 +440,7 @@ class _StreamingHandler(NumpyHandler):
 
 
 class StreamedCheckpoints(Checkpoints):
-    """Writes states whose leaves are `StreamedLeaf`s, under their names on disk; `Checkpoints`
-    reads them."""
+    """Writes states whose leaves are `StreamedLeaf`s, under their names on disk."""
 
     save_args = ocp.args.PyTreeSave
 

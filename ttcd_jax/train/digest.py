@@ -28,7 +28,6 @@ def seal(step_dir: Path) -> None:
 
 
 def is_sealed(step_dir: Path) -> bool:
-    """Whether there is a digest, intact or not."""
     return (step_dir / DIGEST).is_file()
 
 

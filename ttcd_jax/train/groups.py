@@ -17,9 +17,8 @@ from ttcd_jax.train.step import Prepare
 
 
 def rate_factors(config: TransformerConfig, rates: Rates) -> Params | None:
-    """The factor of every parameter's learning rate, in a tree of their structure (see
-    `per_parameter`); None if all are 1. Raises `UserError` for a pattern that names nothing, and if
-    nothing is left to train."""
+    """The factor of every parameter's learning rate (see `per_parameter`); None if all are 1.
+    Raises `UserError` for a pattern that names nothing, and if nothing is left to train."""
     if not rates:
         return None
     names = stored_params(config)
@@ -39,9 +38,8 @@ def preparation(
 ) -> Prepare:
     """The parameters that the loss of step s is computed with: frozen ones, of `rate_factors` 0,
     are constants. With `memory_warmup` n every memory writes the share min(1, s / n): the parameter
-    P in which its writes are linear is multiplied by it, and so is P's gradient. The result is that
-    of the rate eta times this share, and eta stays a constant. Raises `UserError` for a model whose
-    memories have no such parameter."""
+    P in which its writes are linear is multiplied by it, and so is P's gradient, as by a rate eta
+    that grows. Raises `UserError` for a model whose memories have no such parameter."""
     blocks = enumerate(block_configs(config) if memory_warmup else ())
     scaled = {f"layers/{layer}/{x.write_param}" for layer, x in blocks if x.write_param}
     if memory_warmup and not scaled:

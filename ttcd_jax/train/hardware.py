@@ -1,9 +1,8 @@
 """Data sheets of accelerators: peak FLOP/s, bytes of device memory, and the links between them.
 
 Links are those of one GPU, in one direction, by the data sheets of NVIDIA's DGX A100, H100, H200
-and B200: half of the 600, 900, 900 and 1,800 GB/s of NVLink, and for each GPU a network card of
-200, 400, 400 and 400 Gb/s. The times of a hop are those by which NCCL chooses its algorithms
-(src/graph/tuning.cc, `hwLat`, ring, LL128).
+and B200: half of NVLink's 600, 900, 900 and 1,800 GB/s, and a network card of 200, 400, 400 and 400
+Gb/s. The times of a hop are NCCL's (src/graph/tuning.cc, `hwLat`, ring, LL128).
 """
 
 import math
@@ -50,8 +49,7 @@ def data_sheet(device_kind: str) -> Hardware | None:
 
 
 def device_bytes() -> float:
-    """Bytes of one local device that XLA may take, infinite where its allocator knows no limit;
-    devices of a CPU share those of the host in equal parts."""
+    """Bytes of one local device that XLA may take, infinite where no limit is known."""
     devices = jax.local_devices()
     if devices[0].platform == "cpu":
         return host_bytes() // len(devices)

@@ -66,9 +66,8 @@ def unstacked(config: TransformerConfig, leaves: Leaves) -> Leaves:
 
 
 def stacked(config: TransformerConfig, rows: Leaves, like: Leaves) -> Leaves:
-    """The inverse of `unstacked`: arrays sharded as the `jax.ShapeDtypeStruct`s `like`, those of
-    numpy where these have none. `rows` is emptied, so that no more than one stacked leaf exists
-    twice."""
+    """The inverse of `unstacked`: arrays sharded as `like`, those of numpy where it has none.
+    `rows` is emptied, so that no more than one stacked leaf exists twice."""
     leaves = {}
     for name, leaf, names in _with_rows(config, like):
         found = [rows.pop(row) for row in names or [name]]
@@ -137,6 +136,5 @@ def _of_row(sharding: Sharding | None) -> Sharding | None:
 
 
 def model_of(config: TransformerConfig, rows: Leaves) -> Transformer:
-    """The model of parameters by their names on disk."""
     leaves = stacked(config, rows, by_name(abstract_params(config)))
     return with_params(config, unflatten_dict(jax.tree.map(jnp.asarray, leaves), sep="/"))

@@ -1,9 +1,6 @@
-"""The metrics of a run besides its loss: functions, by the names in `RunConfig.metrics`.
-
-A metric of the step reads the results of its forward pass. Any other is a separate program, run for
-logged steps alone. The program of a step, and with it every loss, is then the same to the last bit
-whether the metric is measured or not.
-"""
+"""The metrics of a run besides its loss: functions, by the names in `RunConfig.metrics`. A metric
+of the step reads the results of its forward pass; any other is a separate program, run for logged
+steps alone. Every loss is the same to the last bit whether a metric is measured or not."""
 
 import dataclasses
 import functools
@@ -37,10 +34,9 @@ class Metric:
     """A metric by its name in configurations and in `metrics.jsonl`.
 
     `measure(model, batch, num_parts)` returns a number, a vector, or a dict of them: NAME, NAME/0,
-    NAME/KEY in `metrics.jsonl`. A step computes the batch in `num_parts` parts (`in_parts`), where
-    a forward pass over all rows may not fit. If the metric `is_in_step`, it is `measure(forward)`,
-    for every part; their mean is reported. `check` raises `UserError` for a model that has nothing
-    to measure.
+    NAME/KEY in `metrics.jsonl`. A step computes the batch in `num_parts` parts (`in_parts`). If the
+    metric `is_in_step`, it is `measure(forward)`, for every part; their mean is reported. `check`
+    raises `UserError` for a model that has nothing to measure.
     """
 
     name: str
@@ -58,7 +54,6 @@ register = METRICS.add
 
 
 def in_step(names: Sequence[str]) -> Callable[[Forward], Metrics]:
-    """Those of the metrics that a step measures."""
     chosen = [x for x in map(METRICS.named, names) if x.is_in_step]
 
     def measure(forward: Forward) -> Metrics:
@@ -68,7 +63,6 @@ def in_step(names: Sequence[str]) -> Callable[[Forward], Metrics]:
 
 
 def programs(names: Sequence[str], model: TransformerConfig, num_parts: int) -> list[Measure]:
-    """Those of the metrics that are separate programs."""
 
     def measure(metric: Metric, params: Params, batch: Batch) -> Metrics:
         return _named(metric, metric.measure(with_params(model, params), batch, num_parts))

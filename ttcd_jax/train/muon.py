@@ -5,10 +5,7 @@
 
 NS is five quintic iterations, each with its own coefficients, from u / (|u|_F + 1e-7). All other
 parameters, and the embedding and the head, follow AdamW at the same rate and decay.
-
-`optax.contrib.muon` differs: its momentum is a running mean whose Nesterov sum has bias corrections
-of two steps, `nesterov=True` makes its AdamW a NAdam, both groups share one eps, and Newton-Schulz
-has no dtype.
+(`optax.contrib.muon` has bias corrections in its momentum, one eps, and no dtype of NS.)
 """
 
 import math
@@ -29,15 +26,13 @@ Group = Literal["muon", "adamw"]
 
 
 def group_of(axes: Axes) -> Group:
-    """The optimizer of a parameter by its axis names: "muon" for two or more dimensions besides
-    `layers` (projections, convolutions, fast weights), unless one is `vocab` (embedding and head);
-    "adamw" for all others (norms, biases, vectors)."""
+    """The optimizer of a parameter by its axis names: "muon" for two or more besides `layers`
+    (projections, convolutions, fast weights) without `vocab` (embedding and head); else "adamw"."""
     names = [name for name in axes if name != "layers"]
     return "muon" if len(names) >= 2 and "vocab" not in names else "adamw"
 
 
 def parameter_groups(axes: AxesTree) -> Any:
-    """`group_of` every parameter."""
     return jax.tree.map(group_of, axes, is_leaf=lambda node: isinstance(node, tuple))
 
 
@@ -54,10 +49,8 @@ def orthogonalization(axes: AxesTree, dtype: DTypeLike) -> optax.GradientTransfo
 
 
 def orthogonalized(u: Float[Array, "..."], axes: Axes, dtype: DTypeLike) -> Float[Array, "..."]:
-    """0.2 sqrt(max(A, B)) NS(u) of every matrix [A, B] of a tensor, in u's dtype.
-
-    The matrices are the last two dimensions; taps [R, F] of a depthwise convolution are F matrices
-    of shape 1 x R. 0.2 is about the root mean square of AdamW's updates."""
+    """0.2 sqrt(max(A, B)) NS(u) of every matrix [A, B] of a tensor, in u's dtype: the last two
+    dimensions; taps [R, F] of a depthwise convolution are F matrices of shape 1 x R."""
     assert len(axes) == u.ndim, f"{len(axes)} axis names for a tensor of shape {u.shape}"
     narrow = u.astype(dtype)
     if "taps" in axes:
@@ -78,10 +71,8 @@ def _shared_newton_schulz(stack: Float[Array, "Y X Z"]) -> Float[Array, "Y X Z"]
     XLA would gather a stack that is sharded inside its matrices, once per product. Instead
     all-to-alls in the narrow dtype exchange the shards for whole matrices and back: no intermediate
     array is larger than a device's shard or its ceil(Y / devices) matrices. To keep XLA from
-    gathering, mesh axes move one at a time, the last first, and zero matrices, which stay zero, pad
-    the stack to a multiple of the devices. A stack whose layers are sharded over one mesh axis of
-    several is gathered in part; over the only axis it is not moved. The copies of the model along
-    `data` each compute all of it: sharing it would send every matrix over the network.
+    gathering, mesh axes move one at a time, the last first, and zero matrices pad the stack to a
+    multiple of the devices. The copies of the model along `data` each compute all of it.
     """
     mesh, free = jax.typeof(stack).sharding.mesh, PartitionSpec.UNCONSTRAINED
     axes = [name for name in reversed(mesh.auto_axes) if name != "data"]

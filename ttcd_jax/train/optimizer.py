@@ -123,9 +123,8 @@ class Optimizer:
     """An optimizer by its name in `OptimizerConfig.kind`.
 
     `directions(config, settings, axes)` maps gradients to the directions of steps: by the name of a
-    group of parameters an Optax transformation without learning rate, weight decay and clip, which
-    all optimizers share. `axes` is the tree that `build_optimizer` takes; `groups(axes)` is the
-    tree of the groups' names where there are several.
+    group of parameters an Optax transformation without learning rate, weight decay and clip. `axes`
+    is the tree that `build_optimizer` takes; `groups(axes)` the tree of the groups' names.
     """
 
     name: str

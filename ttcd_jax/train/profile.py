@@ -1,8 +1,5 @@
-"""Traces of training steps by JAX's profiler: of a window set at the start, or after a SIGUSR2.
-
-The trace of the steps after the n-th is `<directory>/step_<n>`, for TensorBoard's profile plugin
-(`xprof`).
-"""
+"""Traces of training steps by JAX's profiler, of a window set at the start or after a SIGUSR2: of
+the steps after the n-th in `<directory>/step_<n>`, for TensorBoard's profile plugin (`xprof`)."""
 
 import contextlib
 import signal

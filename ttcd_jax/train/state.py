@@ -46,7 +46,6 @@ def _split(config: TransformerConfig, is_x64: bool) -> tuple[Any, Any]:
 
 
 def abstract_params(config: TransformerConfig) -> Params:
-    """The parameters of `abstract_model`."""
     return nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
 
 
@@ -85,7 +84,6 @@ def state_shardings(
 
 
 def placed_as(arrays: Any, shardings: Any) -> Any:
-    """A tree of `jax.ShapeDtypeStruct`s with the shardings of a tree of the same structure."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), arrays, shardings
     )

@@ -83,10 +83,9 @@ def step_with(
     targets. Metrics: loss (nats), grad_norm (before the clip), learning_rate, and those that
     `gradients` return.
 
-    A step whose loss or gradient is not finite leaves parameters and optimizer state unchanged;
-    `is_finite` of its metrics is False. A state with `skips` counts such steps, and those with a
-    gradient norm above `spike_factor` times its average, which change nothing either
-    (`train.bad_steps`).
+    A step whose loss or gradient is not finite changes nothing. A state with `skips` counts such
+    steps, and those with a gradient norm above `spike_factor` times its average, which change
+    nothing either (`train.bad_steps`).
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -129,8 +128,7 @@ def in_parts(batch: Batch, count: int) -> Batch:
 
 def _accumulated(loss_sum: Callable, axes: Params, count: int) -> Callable:
     """Gradients of a batch in `count` parts, and their mean metrics. The backward of every part
-    adds to one copy of the gradients, layer by layer, sharded by the parameters' `axes`; all parts
-    take the `copies` of the step."""
+    adds to one copy of the gradients, layer by layer, sharded by the parameters' `axes`."""
 
     def gradients(
         params: Params, batch: Batch, step: jax.Array, copies: Copies

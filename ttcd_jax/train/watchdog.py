@@ -1,8 +1,6 @@
-"""A watchdog, which ends a process soon after a peer is lost, with its own exit status.
-
-A collective waits for a lost process forever, and so do JAX's exit handlers. A thread of JAX aborts
-the process (SIGABRT) when any other one has not been heard of for some time.
-"""
+"""A watchdog, which ends a process soon after a peer is lost, with its own exit status: a
+collective waits for a lost process forever, and so do JAX's exit handlers. A thread of JAX aborts
+the process (SIGABRT) when any other one has not been heard of for some time."""
 
 import collections
 import contextlib
@@ -44,8 +42,7 @@ class Watchdog:
             watchdog.beat(step)
 
     The second beat arms it, since the first step compiles. Any other exception propagates: peers
-    may have raised it too, and the exit handlers have up to 10 s to synchronise with them. In a
-    process without peers it does nothing.
+    may have raised it too, and the exit handlers have up to 10 s to synchronise with them.
     """
 
     def __init__(self, num_processes: int, *, minimum_seconds: float = 60.0) -> None:
@@ -73,7 +70,6 @@ class Watchdog:
             exit_timer.start()
 
     def leave_if_lost(self, error: Exception) -> None:
-        """Ends the process if `error` is due to a lost peer."""
         if self._has_peers and is_peer_lost(error):
             leave(f"another process was lost ({error})")
 
@@ -108,8 +104,7 @@ class Watchdog:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _on_abort(number: int) -> None:
-    """Leaves if JAX aborts, in a separate thread. Python's `signal` would wait for the main thread,
-    which may hang in a collective."""
+    """Leaves if a thread of JAX aborts. Python's `signal` would wait for the main thread."""
     if threading.get_native_id() not in {thread.native_id for thread in threading.enumerate()}:
         leave("another process was lost, as the lines above say")
     faulthandler.dump_traceback()

@@ -23,7 +23,7 @@ from ttcd_jax.commands import cli
 from ttcd_jax.config import DISTINCT, Bound, Config, NonNegative, Positive
 from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
-from ttcd_jax.data.synthetic.rows import SyntheticConfig
+from ttcd_jax.data.synthetic import SyntheticConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.measure import by_document, results

@@ -1,1 +1,0 @@
-"""Tasks whose rows are generated from (seed, index)."""
