@@ -106,6 +106,7 @@ class CallerBatches:
         self._rows = list(rows)
 
     def iterate(self, start_step: int, num_steps: int) -> Iterator[tuple[int, Fields]]:
+        """(step, fields of its batch) for `num_steps` steps."""
         batches = iter(self._make(start_step))
         for step in range(start_step, start_step + num_steps):
             if (batch := next(batches, None)) is None:

@@ -325,6 +325,7 @@ def _one_of(data: dict[str, Any], *kinds: type[configs.Config]) -> Any:
 
 
 def row_length(data: dict[str, Any]) -> int:
+    """Tokens in a row of a run with this data configuration."""
     drawn = synthetic_data(data)
     return data["seq_len"] if drawn is None else drawn.seq_len
 

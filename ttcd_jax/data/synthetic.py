@@ -57,6 +57,7 @@ class SyntheticConfig(Config, abc.ABC):
         return keys[..., None].astype(np.int32)
 
     def rows(self, seed: int, batch_size: int = 1) -> tuple["SyntheticRows", dict[str, Any]]:
+        """(endless rows, manifest)."""
         return SyntheticRows(self, seed=seed, num_rows=ENDLESS), {"kind": self.kind, "seed": seed}
 
     def needles(self, *, seed: int, num_rows: int, num_needles: int, num_tokens: int) -> Needles:

@@ -57,6 +57,7 @@ def advance(
 def head_logits(
     model: InferenceModel, hidden: Float[Array, "*batch D"]
 ) -> Float[Array, "*batch V"]:
+    """Logits of final hidden states, in the compute dtype."""
     head = head_weight(model).astype(hidden.dtype)
     if hidden.size == head.shape[1] and jnp.finfo(hidden.dtype).bits == 16:
         # XLA on a CPU would copy the head in float32 for one row, and for two it does not.

@@ -113,6 +113,7 @@ def is_frozen(state: InferenceState) -> bool:
 
 
 def state_axes(state: InferenceState) -> InferenceState:
+    """The logical axes (`sharding.rules`) of every array."""
 
     def axes(node: Any) -> Any:
         return node.axes() if hasattr(node, "axes") else ("batch", *(None,) * (node.ndim - 1))

@@ -95,6 +95,7 @@ class Inspection:
 
     @property
     def gate(self) -> Float[np.ndarray, "Y T"]:
+        """beta; 1 without a gate."""
         return self._by_token(lambda x: x.gate)
 
     @property

@@ -72,6 +72,7 @@ class Named(NamedTuple):
 
 
 def names_on_disk(config: TransformerConfig) -> dict[str, Named]:
+    """Every parameter of the model by its reference name."""
     names = dict(_MODEL_NAMES)
     for layer, block in enumerate(block_configs(config)):
         for name, (path, layout) in block.reference_names.items():

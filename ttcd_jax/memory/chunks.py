@@ -66,4 +66,5 @@ def memory_mask(
 
 
 def masked(x: Float[Array, "*mask X"], mask: Bool[Array, "..."] | None) -> Float[Array, "*mask X"]:
+    """x, set to zero outside the mask, which has all axes of x but the last."""
     return x if mask is None else jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))

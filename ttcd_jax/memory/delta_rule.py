@@ -264,6 +264,7 @@ def _advance(state: jax.Array, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
 
 
 def _written(state: jax.Array, chunk: _Chunk) -> jax.Array:
+    """u [B, N, L, X]."""
     narrow, wide = chunk.scores.dtype, chunk.writes.dtype
     erased = product("BNLH,BNHX->BNLX", chunk.erases, state.astype(narrow), wide)
     return (chunk.writes - erased).astype(narrow)

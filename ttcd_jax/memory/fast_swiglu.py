@@ -111,6 +111,7 @@ class FastSwiGLU(ChunkedMemory[FastWrites, FastState]):
     def _update(
         self, weights: FastWeights, writes: FastWrites, mask: Bool[Array, "#B L"] | None
     ) -> FastWeights:
+        """dw of one chunk, before momentum."""
         dtype = self.state_dtype
         k, v, rates = (x.swapaxes(1, 2) for x in (writes.k, writes.v, writes.rates.astype(dtype)))
         w0, w1, w2 = (w.astype(k.dtype) for w in weights)

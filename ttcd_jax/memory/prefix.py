@@ -81,6 +81,7 @@ class SumMemory(ChunkedMemory[Writes, Sum]):
         return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
 
     def read(self, state: Sum, reads: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
+        """z W_base + eta z S."""
         return _read(self, state[:, None], reads[:, None], None)[:, 0]
 
 
@@ -98,6 +99,7 @@ class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes], Ele
         return Axes(("mlp",), features, writes, ROWS, ("tensor",))
 
     def write(self, state: Sum, writes: Writes, mask: Bool[Array, "#B L"] | None = None) -> Sum:
+        """a S + delta_w of the chunk."""
         errors = masked(writes.errors, mask)[:, None]
         delta = chunk_delta(self.options, errors, writes.keys[:, None])[:, 0]
         return decayed(state, writes.log_decay, mask) + delta
@@ -202,6 +204,7 @@ def decayed_sum(left: Element, right: Element) -> Element:
 
 
 def _of_chunks(log_decay: jax.Array | None, mask: MemoryMask) -> jax.Array | None:
+    """The sums [B, C, Q] over the tokens that write."""
     return None if log_decay is None else masked(log_decay, mask.writes).sum(2)
 
 
@@ -258,6 +261,7 @@ def chunk_delta(
 
 
 def _product(options: PrefixOptions, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """A matrix product accumulated in the state dtype; operands keep theirs."""
     return product(equation, a, b, options.state_dtype)
 
 

@@ -132,6 +132,7 @@ class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
         length: int,
         previous_segment: Int[Array, " B"] | None = None,
     ) -> Chunks[Writes]:
+        """Operands [B, C, L, ...] of rows of `length` tokens with their mask."""
         mask = memory_mask(segments, length, reads.shape[2], previous_segment)
         return Chunks(reads, writes, mask, segments)
 
@@ -153,6 +154,7 @@ class ChunkedMemory[Writes, State](Memory[Writes, State, Chunks[Writes]]):
         return where_rows(chunk.mask.reads, y, start)
 
     def advance(self, state: State, chunk: Chunks[Writes]) -> tuple[State, Float[Array, "B L ..."]]:
+        """(the state after a chunk [B, L, ...], y of its tokens)."""
         y = self.read_chunk(state, chunk)
         return self.write(self.reset(state, chunk), chunk.writes, chunk.mask.writes), y
 

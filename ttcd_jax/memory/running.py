@@ -127,6 +127,7 @@ class RenormalizedMemory(ChunkedMemory[Writes, Group]):
         return group_start, jnp.where(is_group_end, 0, total), count
 
     def squared_size(self, state: Group) -> Float[Array, " B"]:
+        """|W - W_base|_F^2 / eta^2."""
         return _squared_change(self._weight(state), self.w_base, self.options.eta)
 
     def _weight(self, state: Group) -> Weight:
@@ -138,6 +139,7 @@ class RenormalizedMemory(ChunkedMemory[Writes, Group]):
 
 
 def _read(weight: Weight, z: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
+    """z W in the dtype of z, accumulated in that of W."""
     return product("BLF,BFD->BLD", z, weight.astype(z.dtype), weight.dtype).astype(z.dtype)
 
 

@@ -78,6 +78,7 @@ class DeltaSublayerConfig(Dims, SublayerConfig):
 
     @property
     def value_head_dim(self) -> int:
+        """X."""
         return round(self.head_dim * self.rule.value_expansion)
 
     def flops(self, length: int) -> int | float:
@@ -134,6 +135,7 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
         return self._project_out(x, o), None
 
     def start(self, batch_size: int, max_length: int | None = None) -> DeltaState:
+        """The state before rows begin; its size does not depend on `max_length`."""
         config = self.config
         heads = batch_size, config.num_heads, config.head_dim, config.value_head_dim
         tail = None

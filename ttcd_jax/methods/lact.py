@@ -124,10 +124,12 @@ class LaCTConfig(SublayerConfig):
 
     @property
     def fast_width(self) -> int:
+        """H of the memory."""
         return self.attention.dim // self.memory.num_fast_heads
 
     @property
     def fast_hidden(self) -> int:
+        """F of the memory."""
         return int(self.fast_width * self.memory.hidden_expansion)
 
     @property
@@ -287,6 +289,7 @@ class LaCT(Mixer, config=LaCTConfig):
         return fast.astype(x.dtype)
 
     def _split(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, N, H] in fast heads."""
         return x.reshape(*x.shape[:2], self.config.memory.num_fast_heads, -1)
 
     def _rates(self, h: jax.Array) -> Float[Array, "B T N 3"]:

@@ -67,10 +67,12 @@ class Heads(Dims):
 
     @property
     def kv_heads(self) -> int:
+        """K, resolved."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def head_size(self) -> int:
+        """H, resolved."""
         return self.head_dim or self.dim // self.num_heads
 
     @property
@@ -96,6 +98,7 @@ class AttentionConfig(Heads, SublayerConfig):
         return 2 * length * self.dim * 2 * (self.width + narrow) + self.score_flops(length)
 
     def score_flops(self, length: int) -> int | float:
+        """q k^T and the weighted values."""
         beyond = length - (self.window or length)
         pairs = sum(max(beyond - sink, 0) for sink in range(min(self.sink_tokens, length)))
         return 4 * (visible_pairs(length, self.window) + pairs) * self.width

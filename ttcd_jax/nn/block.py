@@ -136,6 +136,7 @@ class Sublayer(Configured):
             config.layer, cls.config_class = cls, config
 
     def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, Report]:
+        """(output, the report of the layer's memory)."""
         raise AssertionError(f"{type(self).__name__} defines its own forward")
 
     def start(self, batch_size: int, max_length: int | None) -> LayerState:

@@ -27,6 +27,7 @@ class MLPConfig(Dims, SublayerConfig):
     num_streams: Positive = 1
 
     def unit_flops(self, length: int) -> int | float:
+        """One product of a row with a D by F matrix."""
         return 2 * length * self.dim * self.hidden_dim
 
     def flops(self, length: int) -> int | float:

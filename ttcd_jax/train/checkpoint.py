@@ -191,6 +191,7 @@ class Checkpoints:
         self._unreadable: dict[int, str] = {}  # reasons, of steps that are not sealed
 
     def steps(self) -> list[int]:
+        """The complete steps on disk, in ascending order."""
         return complete_steps(self._directory)
 
     def save(self, step: int, state: dict[str, Any]) -> None:

@@ -14,4 +14,5 @@ def forward_flops(config: TransformerConfig, length: int) -> int | float:
 
 
 def training_flops_per_token(config: TransformerConfig, length: int) -> int | float:
+    """FLOPs of the forward and the backward pass per token, for rows of `length` tokens."""
     return 3 * forward_flops(config, length) / length
