@@ -9,21 +9,24 @@ Every dataclass that the root's type hints reach is known by its class name:
     RunConfig.teacher = @teacher/AttentionConfig()
     teacher/AttentionConfig.window = 64   applies inside that scope only
 
-A field that can hold exactly one class and has no default is built without a binding. gin parses;
-every binding is checked before a class is called, so that a file cannot import or call anything
-else, and every mistake has its file and line.
+A field that can hold exactly one class and has no default is built without a binding. gin parses
+the bindings and calls the classes; here every binding is checked before one is called, so that a
+file cannot import or call anything else, and every mistake has its file and line.
 """
 
 import dataclasses
 import difflib
-import itertools
+import graphlib
+import importlib.util
 import os
 import tokenize
+import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gin import config as shared_gin
 from gin import config_parser
 
 from ttcd_jax.config import Config, closest, config_classes, required_fields
@@ -36,24 +39,6 @@ Classes = dict[str, type[Config]]
 Inherit = Callable[[str, dict[str, Any]], Config | None]
 
 _MAX_BYTES = 2**20  # of a file
-
-
-class Reference(NamedTuple):
-    """`%name`, or `@scope/name()`, without its parentheses not `is_called`."""
-
-    scope: str
-    name: str
-    is_macro: bool
-    is_called: bool = True
-
-
-class _References(config_parser.ParserDelegate):
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
-        scope, _, name = scoped_configurable_name.rpartition("/")
-        return Reference(scope, name, is_macro=False, is_called=evaluate)
-
-    def macro(self, macro_name: str) -> Reference:
-        return Reference("", macro_name, is_macro=True)
 
 
 class Binding(NamedTuple):
@@ -88,14 +73,16 @@ def load_config[C: Config](
     without effect, a missing or a wrong value. Only a parameter that swaps a class may leave the
     file's bindings without effect.
     """
-    bindings = read_file(find_gin_file(gin_file, config_dir), config_dir)
-    return _Builder(root, bindings, read_params(params, config_dir), inherit).build()
+    runtime = _Runtime(root, inherit)
+    bindings = read_file(find_gin_file(gin_file, config_dir), config_dir, runtime.gin)
+    return runtime.build(bindings, read_params(params, config_dir, runtime.gin))
 
 
 def rebound[C: Config](config: C, params: Sequence[str]) -> C:
     """`config` with the bindings `params` in every configuration of their class inside it. Raises
     `UserError` as `load_config`."""
-    return _Builder(type(config), {}, read_params(params, Path.cwd())).build(config)
+    runtime = _Runtime(type(config), lambda field, values: None)
+    return runtime.build({}, read_params(params, Path.cwd(), runtime.gin), config)
 
 
 def reachable_classes(root: type[Config]) -> Classes:
@@ -113,109 +100,119 @@ def reachable_classes(root: type[Config]) -> Classes:
     return classes
 
 
-class _Builder:
-    """Builds a root with `bindings | overrides`, checked by name."""
+class _Runtime:
+    """gin with the classes of one root, whose constructors inherit, report and check."""
 
-    def __init__(
-        self,
-        root: type[Config],
-        bindings: Bindings,
-        overrides: Bindings,
-        inherit: Inherit = lambda field, values: None,
-    ) -> None:
-        self._root, self._inherit, self._classes = root, inherit, reachable_classes(root)
-        self._replaced = [bindings[key] for key in overrides if key in bindings]
-        self._bindings = bindings | overrides
+    def __init__(self, root: type[Config], inherit: Inherit) -> None:
+        self.root, self.inherit, self.classes = root, inherit, reachable_classes(root)
+        # With its own registry: gin has one in a module, and the program around us may use that.
+        self.gin = importlib.util.module_from_spec(shared_gin.__spec__)
+        shared_gin.__spec__.loader.exec_module(self.gin)
+        self._make = {cls: self._constructor(cls) for cls in self.classes.values()}
+        self._bindings: Bindings = {}
         self._used: set[tuple[str, str, str]] = set()
-        self._open: list[tuple[Binding, str]] = []  # whose values are being made, and their scopes
-        _check_names([*self._replaced, *self._bindings.values()], self._classes)
+        self._error: UserError | None = None
 
-    def build(self, base: Config | None = None) -> Any:
-        """The root, its fields without a binding those of `base`, if given."""
-        config = self._made(self._root, "", base)
-        self._check_use()
+    def build(self, bindings: Bindings, overrides: Bindings, base: Config | None = None) -> Any:
+        """The root with `bindings | overrides`, its other fields those of `base`, if given."""
+        replaced = [bindings[key] for key in overrides if key in bindings]
+        self._bindings = bindings | overrides
+        everything = [*replaced, *self._bindings.values()]
+        _check_names(everything, self.classes)
+        for (scope, owner, field), binding in self._bindings.items():
+            key = (scope, owner, field) if field else (owner, "gin.macro", "value")
+            self.gin.bind_parameter(key, binding.value)
+        try:
+            config = self._make[self.root](_base=base)
+        except UserError as error:
+            raise (self._error or error) from None
+        except RecursionError:
+            raise UserError(f"the configuration contains itself{_cycle(everything)}") from None
+        self._check_use(replaced)
         return config
 
-    def _made(self, cls: type[Config], scope: str, base: Config | None = None) -> Config:
-        names, hints = [x.name for x in dataclasses.fields(cls)], typing.get_type_hints(cls)
-        bound = {x: y for x in names if (y := self._found(cls.__name__, x, scope))}
-        values = {name: self._value(binding, scope) for name, binding in bound.items()}
-        needed = required_fields(cls) if base is None else ()
-        for name in (x for x in names if x not in bound):
-            if base is not None:
-                value = values[name] = getattr(base, name)
-                if isinstance(value, Config):
-                    values[name] = self._made(type(value), scope, value)
-            elif name in needed and config_classes(hints[name]) == [hints[name]]:
-                values[name] = self._made(hints[name], scope, self._inherit(name, values))
-        if lacking := [x for x in needed if x not in values]:
-            examples = (f"{cls.__name__}.{x} = {_example(hints[x])}" for x in lacking)
-            raise UserError(f"{cls.__name__} lacks a value; bind {', '.join(examples)}")
-        try:
-            return cls(**values) if base is None else base.overridden(values, bound)
-        except UserError as error:
-            owner, _, name = str(error).partition(" ")[0].partition(".")
-            if owner != cls.__name__ or name not in bound:
-                raise
-            raise type(error)(f"{bound[name].where}: {error}") from None
+    def _constructor(self, cls: type[Config]) -> Callable[..., Config]:
+        hints, required = typing.get_type_hints(cls), required_fields(cls)
 
-    def _found(self, owner: str, field: str, scope: str) -> Binding | None:
-        """The binding that applies in a scope, the innermost; those of outer scopes that it
-        overrides are used too."""
-        scopes = itertools.accumulate(scope.split("/"), "{}/{}".format) if scope else ()
-        keys = [(x, owner, field) for x in ("", *scopes)]
-        found = [self._bindings[key] for key in keys if key in self._bindings]
-        self._used.update(x[:3] for x in found)
-        return found[-1] if found else None
+        def construct(*, _base: Config | None = None, **values: Any) -> Config:
+            bound = {name: self._where(cls.__name__, name) for name in values}
+            try:
+                if _base is not None:
+                    for name in (x.name for x in dataclasses.fields(cls) if x.name not in bound):
+                        values[name] = value = getattr(_base, name)
+                        if isinstance(value, Config):
+                            values[name] = self._make[type(value)](_base=value)
+                    return _base.overridden(values, bound)
+                missing = [name for name in required if name not in bound]
+                for name in [x for x in missing if config_classes(hints[x]) == [hints[x]]]:
+                    values[name] = self._make[hints[name]](_base=self.inherit(name, values))
+                    missing.remove(name)
+                if missing:
+                    needed = (f"{cls.__name__}.{x} = {_example(hints[x])}" for x in missing)
+                    raise UserError(f"{cls.__name__} lacks a value; bind {', '.join(needed)}")
+                return cls(**values)
+            except UserError as error:
+                if self._error is None:  # outer ones see it again, with lines that gin adds
+                    owner, _, name = str(error).partition(" ")[0].partition(".")
+                    where = bound.get(name) if owner == cls.__name__ else None
+                    self._error = type(error)(f"{where}: {error}") if where else error
+                raise self._error from None
 
-    def _value(self, binding: Binding, scope: str) -> Any:
-        """What is bound, with what its references stand for."""
-        if (binding, scope) in self._open:
-            around = self._open[self._open.index((binding, scope)) :]
-            cycle = " -> ".join(x.owner for x, _ in [*around, around[0]])
-            raise UserError(f"the configuration contains itself: {cycle}")
+        return self.gin.external_configurable(construct, name=cls.__name__, module="ttcd_jax")
 
-        def value(x: Any) -> Any:
-            if isinstance(x, Reference):
-                if x.is_macro:
-                    return self._value(self._bindings["", x.name, ""], x.name)
-                return self._made(self._classes[x.name], x.scope or scope)
-            return tuple(map(value, x)) if isinstance(x, list | tuple) else x
+    def _where(self, owner: str, field: str) -> str:
+        """The location of the binding that applies in gin's scope, the innermost; those of outer
+        scopes that it overrides are used too."""
+        scope = self.gin.current_scope()
+        keys = [("/".join(scope[:depth]), owner, field) for depth in range(len(scope), -1, -1)]
+        found = [key for key in keys if key in self._bindings]
+        self._used.update(found)
+        return self._bindings[found[0]].where
 
-        self._open.append((binding, scope))
-        found = value(binding.value)
-        self._open.pop()
-        return found
-
-    def _check_use(self) -> None:
+    def _check_use(self, replaced: Sequence[Binding]) -> None:
         """Raises `UserError` for a binding without effect and an unused macro; those of the classes
         that the replaced bindings would have built are excused."""
         mentioned, excused = set(), set()
-        for binding in [*self._replaced, *self._bindings.values()]:
+        for binding in [*replaced, *self._bindings.values()]:
             own = "" if binding.field else binding.owner
-            mentioned |= {x.name for x in _references(binding.value) if x.is_macro} - {own}
-        pending = [x for binding in self._replaced for x in _references(binding.value)]
-        for reference in pending:  # grows
-            if reference.is_macro:
-                pending += _references(self._bindings["", reference.name, ""].value)
+            mentioned |= {*map(_macro, _mentions(binding.value))} - {own}
+        pending = [mention for binding in replaced for mention in _mentions(binding.value)]
+        for mention in pending:  # grows
+            if macro := _macro(mention):
+                pending += _mentions(self._bindings["", macro, ""].value)
             else:
-                excused |= reachable_classes(self._classes[reference.name]).keys()
+                excused |= reachable_classes(self.classes[mention.selector]).keys()
         for key, binding in self._bindings.items():
             if not binding.field and binding.owner not in mentioned:
-                near = closest(binding.owner, [*self._classes])
+                near = closest(binding.owner, [*self.classes])
                 near = near or ": where a field that read it is bound again, set it instead"
                 raise UserError(f"{binding.where}: macro {binding.owner} is never used{near}")
             if binding.field and key not in self._used and binding.owner not in excused:
-                raise UserError(_unused(binding, self._classes))
+                raise UserError(_unused(binding, self.classes))
 
 
-def _references(value: Any) -> Iterator[Reference]:
-    """Those inside a bound value."""
-    if isinstance(value, Reference):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _references(item)
+def _mentions(value: Any) -> list[Any]:
+    """gin's references, of classes and macros, inside a bound value."""
+    if isinstance(value, list | tuple):
+        return [mention for item in value for mention in _mentions(item)]
+    return [value] * hasattr(value, "selector")
+
+
+def _macro(mention: Any) -> str:
+    """The name of a mentioned macro, empty for a class."""
+    return "/".join(mention.scopes) if mention.selector == "gin.macro" else ""
+
+
+def _cycle(bindings: Iterable[Binding]) -> str:
+    graph: dict[str, set[str]] = {}
+    for binding in bindings:
+        names = {_macro(x) or x.selector for x in _mentions(binding.value)}
+        graph[binding.owner] = names | graph.get(binding.owner, set())
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return f": {' -> '.join(reversed(error.args[1]))}"
+    return ""
 
 
 def _example(hint: Any) -> str:
@@ -227,8 +224,8 @@ def _check_names(bindings: Sequence[Binding], classes: Classes) -> None:
     """Raises `UserError` for an unknown class, field or macro."""
     macros = [binding.owner for binding in bindings if not binding.field]
     for _, owner, field, value, where in bindings:
-        references = [*_references(value)]
-        for name in [owner] * bool(field) + [x.name for x in references if not x.is_macro]:
+        mentions = _mentions(value)
+        for name in [owner] * bool(field) + [x.selector for x in mentions if not _macro(x)]:
             if name not in classes:
                 near = closest(name, [*classes]) or f"; known are {', '.join(sorted(classes))}"
                 raise UserError(f"{where}: no configuration class {name!r}{near} {OF_YOUR_OWN}")
@@ -238,11 +235,11 @@ def _check_names(bindings: Sequence[Binding], classes: Classes) -> None:
             if hasattr(classes[owner], field):
                 near = ": annotate it there, under @dataclasses.dataclass"
             raise UserError(f"{where}: {owner} has no field {field!r}{near}")
-        for name, is_macro, is_called in (x[1:] for x in references):
-            if is_macro and name not in macros:
+        for mention in mentions:
+            if (name := _macro(mention)) and name not in macros:
                 raise UserError(f"{where}: no macro %{name} is defined{closest(name, macros)}")
-            if not is_called:
-                raise UserError(f"{where}: write @{name}(), with parentheses")
+            if not mention.evaluate:
+                raise UserError(f"{where}: write @{mention.selector}(), with parentheses")
 
 
 def _unused(binding: Binding, classes: Classes) -> str:
@@ -266,7 +263,12 @@ def find_gin_file(gin_file: str, config_dir: Path) -> Path:
     return _first_with(gin_file, folders, f"no file {gin_file!r} in", is_run=True) / gin_file
 
 
-def read_file(path: Path, config_dir: Path, parents: tuple[Path, ...] = ()) -> Bindings:
+def read_file(
+    path: Path,
+    config_dir: Path,
+    runtime: types.ModuleType = shared_gin,
+    parents: tuple[Path, ...] = (),
+) -> Bindings:
     """The bindings of a file and of the fragments it includes, whose bindings it may override;
     `parents` include it.
 
@@ -279,14 +281,14 @@ def read_file(path: Path, config_dir: Path, parents: tuple[Path, ...] = ()) -> B
         raise UserError(f"{shown} includes itself through {parents[-1].name}")
     included: list[Binding] = []
     own: Bindings = {}
-    for statement, where in _parse(_text(path), lambda line: f"{shown}:{line}"):
+    for statement, where in _parse(_text(path), lambda line: f"{shown}:{line}", runtime):
         if isinstance(statement, Binding):
             _add(own, statement, "keep one")
         elif own:
             raise UserError(f"{where}: includes come before the bindings that override them")
         else:
             fragment = _fragment(statement, where, (path.parent, config_dir))
-            included += read_file(fragment, config_dir, (*parents, path)).values()
+            included += read_file(fragment, config_dir, runtime, (*parents, path)).values()
     bindings = dict(own)
     for binding in included:
         if binding[:3] not in own:
@@ -294,16 +296,18 @@ def read_file(path: Path, config_dir: Path, parents: tuple[Path, ...] = ()) -> B
     return bindings
 
 
-def read_params(params: Sequence[str], config_dir: Path) -> Bindings:
+def read_params(
+    params: Sequence[str], config_dir: Path, runtime: types.ModuleType = shared_gin
+) -> Bindings:
     """The bindings of the command line and of the fragments it includes; the last of a key wins."""
     bindings: Bindings = {}
     for param in params:
-        for statement, where in _parse(param, lambda _, param=param: f"--param {param}"):
+        for statement, where in _parse(param, lambda _, param=param: f"--param {param}", runtime):
             if isinstance(statement, Binding):
                 bindings[statement[:3]] = statement
             else:
                 path = _fragment(statement, where, (config_dir.resolve(), Path.cwd()))
-                bindings |= read_file(path, config_dir)
+                bindings |= read_file(path, config_dir, runtime)
     return bindings
 
 
@@ -313,10 +317,13 @@ def _add(bindings: Bindings, binding: Binding, remedy: str) -> None:
         raise UserError(f"{binding.where}: {binding.name} is {where}; {remedy}")
 
 
-def _parse(text: str, locate: Callable[[int], str]) -> list[tuple[Binding | str, str]]:
+def _parse(
+    text: str, locate: Callable[[int], str], runtime: types.ModuleType
+) -> list[tuple[Binding | str, str]]:
     """Bindings, and files to include, each with its location. `UserError` for an import."""
     try:
-        statements = list(config_parser.ConfigParser(text, _References()))
+        delegate = runtime.ParserDelegate(skip_unknown=True)  # names are checked later
+        statements = list(config_parser.ConfigParser(text, delegate))
     except SyntaxError as error:
         message, line = str(error.msg), error.lineno or 1
     except tokenize.TokenError as error:

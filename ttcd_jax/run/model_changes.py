@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.models.config import TransformerConfig, block_configs
-from ttcd_jax.run.bindings import Reference, read_params, rebound
+from ttcd_jax.run.bindings import read_params, rebound
 from ttcd_jax.train.state import abstract_params
 
 
@@ -48,7 +48,7 @@ def describe(changes: Sequence[str]) -> str:
     """The bindings in words, for labels: `window 8192, yarn, factor 8, original_length 4096`."""
     bindings = read_params(changes, Path.cwd()).values()
     names = ((x.field or x.owner, x.value) for x in bindings)
-    return ", ".join(x if isinstance(value, Reference) else f"{x} {value}" for x, value in names)
+    return ", ".join(x if hasattr(value, "selector") else f"{x} {value}" for x, value in names)
 
 
 def _alone(config: TransformerConfig, changes: Sequence[str]) -> TransformerConfig | None:
