@@ -382,7 +382,8 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
                 found = [series[x] for x in (label, control, ceiling) for series in seeds]
                 names, nll, tokens = _paired_sums(found, bucket)
                 own, top, low = np.split(nll, 3)
-                has_none = means_over_documents(top - low, tokens).low <= 0
+                room = means_over_documents(top - low, tokens)
+                has_none = np.where(np.isnan(room.low), room.mean, room.low) <= 0
                 shares = means_over_documents(top - own, top - low)
                 shares = Means(*(np.where(has_none, np.nan, x) for x in shares))
                 for name, cell in cells(names, shares).items():

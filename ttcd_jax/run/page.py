@@ -292,8 +292,11 @@ def write_records(
 
 
 def _number(cell: Any) -> Any:
-    parts = cell.replace(",", "").split(" ± ") if isinstance(cell, str) else ()
-    return [*map(float, parts)] if len(parts) == 2 else cell
+    mean, bound, half = str(cell).replace(",", "").partition(" ± ")
+    if bound:
+        return [float(mean), float(half)]
+    alone = mean.removesuffix(" (no interval)")
+    return cell if alone == mean else float(alone)
 
 
 class RunPage(Tracker):
