@@ -1,6 +1,5 @@
 """The stacked transformer: embedding, groups of scanned blocks, final norm, tied or untied head."""
 
-import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -29,16 +28,10 @@ _WIDE = 512  # from here on page faults are little beside the arithmetic, and fr
 
 
 class Run(NamedTuple):
-    """A scan over `repeats` copies of one unit of blocks; its stretches of equal blocks are scanned
-    inside it."""
+    """A scan over `repeats` copies of one unit of blocks."""
 
     unit: tuple[BlockConfig, ...]
     repeats: int
-
-    @property
-    def stretches(self) -> list[tuple[BlockConfig, int]]:
-        """The unit as (block, how many follow one another)."""
-        return [(block, len([*same])) for block, same in itertools.groupby(self.unit)]
 
 
 class Slot(NamedTuple):
@@ -56,29 +49,29 @@ def scan_plan(blocks: tuple[BlockConfig, ...]) -> tuple[Run, ...]:
     for size in range(1, len(blocks) // 2 + 1):
         if len(blocks) % size == 0 and blocks[:size] * (len(blocks) // size) == blocks:
             return (Run(blocks[:size], len(blocks) // size),)
-    return tuple(Run((block,), count) for block, count in Run(blocks, 1).stretches)
+    return tuple(Run((block,), len([*same])) for block, same in itertools.groupby(blocks))
 
 
 def layer_slots(config: TransformerConfig) -> list[Slot]:
     """The slots of all layers in the parameter tree, in order."""
     return [
-        Slot(f"group_{group}", f"block_{block}", repeat * count + index)
+        Slot(f"group_{group}", f"block_{block}", row)
         for group, run in enumerate(scan_plan(block_configs(config)))
-        for repeat in range(run.repeats)
-        for block, (_, count) in enumerate(run.stretches)
-        for index in range(count)
+        for row in range(run.repeats)
+        for block in range(len(run.unit))
     ]
 
 
 class _Unit(nnx.Module):
-    """The repeated blocks, one attribute, block_0, block_1, ..., for each stretch of equal blocks,
-    whose parameters are stacked."""
+    """The repeated blocks, as attributes block_0, block_1, ..."""
 
-    def __init__(self, run: Run, *, rngs: nnx.Rngs) -> None:
-        for index, (config, count) in enumerate(run.stretches):
-            blocks = [nnx.split(Block(config, rngs=rngs)) for _ in range(count)]
-            params = jax.tree.map(lambda *layers: jnp.stack(layers), *(x for _, x in blocks))
-            setattr(self, f"block_{index}", nnx.merge(blocks[0][0], params))
+    def __init__(self, blocks: tuple[BlockConfig, ...], *, rngs: nnx.Rngs) -> None:
+        self.num_blocks = len(blocks)
+        for index, config in enumerate(blocks):
+            setattr(self, f"block_{index}", Block(config, rngs=rngs))
+
+    def blocks(self) -> list[Block]:
+        return [getattr(self, f"block_{index}") for index in range(self.num_blocks)]
 
 
 def _stacked(run: Run, rngs: nnx.Rngs) -> _Unit:
@@ -87,24 +80,12 @@ def _stacked(run: Run, rngs: nnx.Rngs) -> _Unit:
     @nnx.split_rngs(splits=run.repeats)
     @nnx.vmap(in_axes=(nnx.StateAxes({...: 0}),), out_axes=0)
     def create(rngs: nnx.Rngs) -> _Unit:
-        return _Unit(run, rngs=rngs)
+        return _Unit(run.unit, rngs=rngs)
 
     unit = create(rngs)
     for _, variable in nnx.to_flat_state(nnx.state(unit, nnx.Param)):
-        variable.set_value(variable[...].reshape(-1, *variable.shape[2:]))
         variable.set_metadata(axes=("layers", *variable.get_metadata("axes")))
     return unit
-
-
-def _loop(body: Any, h: jax.Array, params: Any, *, is_scanned: bool) -> tuple[jax.Array, Any]:
-    """(h, stacked reports) of a `body` over the rows of its parameters."""
-    if is_scanned:
-        return jax.lax.scan(body, h, params)
-    reports = []
-    for i in range(len(jax.tree.leaves(params)[0])):
-        h, report = body(h, jax.tree.map(lambda x, i=i: x[i], params))
-        reports.append(report)
-    return h, jax.tree.map(lambda *rows: jnp.stack(rows), *reports)
 
 
 class Transformer(Configured):
@@ -208,37 +189,31 @@ class Transformer(Configured):
 
     def _run(self, unit: _Unit, run: Run, h: jax.Array, row: Row) -> tuple[jax.Array, list[Report]]:
         """(h, reports of the fast layers in order) after all repeats of a unit."""
-        scans = self.config.scans_layers is not False
-        blocks = [nnx.split(getattr(unit, f"block_{i}")) for i in range(len(run.stretches))]
-        rows = [
-            jax.tree.map(lambda x, n=count: x.reshape(run.repeats, n, *x.shape[1:]), params)
-            for (_, params), (_, count) in zip(blocks, run.stretches, strict=True)
-        ]
+        graph, params = nnx.split(unit)
+        is_scanned = self.config.scans_layers is not False and run.repeats > 1
 
-        def body(h: jax.Array, rows: Any) -> tuple[jax.Array, list[Report]]:
+        def body(h: jax.Array, layer_params: Any) -> tuple[jax.Array, list[Report]]:
             reports = []
-            for (graph, _), (_, count), params in zip(blocks, run.stretches, rows, strict=True):
-                is_scanned = scans and run.repeats * count > 1
-                block = functools.partial(self._apply, graph, row, is_scanned)
-                # Unrolled on a mesh: a block's parameters arrive while the last one computes.
-                is_inner = scans and count > 1 and not is_distributed()
-                h, report = _loop(block, h, params, is_scanned=is_inner)
-                reports.append(report)
+            for block in nnx.merge(graph, layer_params).blocks():
+                h, report = self._apply(block, h, row, is_scanned)
+                reports.extend([] if report is None else [report])
             return h, reports
 
-        h, reports = _loop(body, h, rows, is_scanned=scans and run.repeats > 1)
-        return h, [
-            jax.tree.map(lambda x, i=i, j=j: x[i, j], report)
-            for i in range(run.repeats)
-            for report, (_, count) in zip(reports, run.stretches, strict=True)
-            for j in range(count)
-            if report is not None
-        ]
+        if is_scanned:
+            h, reports = jax.lax.scan(body, h, params)
+            rows = [jax.tree.map(lambda x, i=i: x[i], reports) for i in range(run.repeats)]
+        else:
+            rows = []
+            for i in range(run.repeats):
+                h, reports = body(h, jax.tree.map(lambda x, i=i: x[i], params))
+                rows.append(reports)
+        return h, [report for reports in rows for report in reports]
 
     def _apply(
-        self, graph: nnx.GraphDef, row: Row, is_scanned: bool, h: jax.Array, params: Any
+        self, block: Block, h: jax.Array, row: Row, is_scanned: bool
     ) -> tuple[jax.Array, Report]:
         """(h, report or None) after one block, the unit of remat."""
+        graph, params = nnx.split(block)
         dtype = self.config.precision.compute_dtype
 
         def whole(weight: nnx.Variable) -> nnx.Variable:

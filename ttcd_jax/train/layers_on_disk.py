@@ -1,6 +1,6 @@
 """Parameter names on disk: one entry per layer, `layers/6/mlp/down`, however a model stacks them.
 
-On the devices, scanned layers are stacked into one array, `group_0/block_1/mlp/down` [layers,
+On the devices, scanned layers are stacked into one array, `group_0/block_1/mlp/down` [repeats,
 ...]; a checkpoint must not depend on which layers are alike, so it stores the rows. An optimizer's
 moments have their parameters' names after a prefix. Only this file maps one form to the other.
 """
