@@ -68,6 +68,7 @@ _ALONE = (  # of a file that is shown by itself
     "svg * { stroke-linejoin: round }"
 )
 SIZE = (5.6, 3.5)  # inches; a telephone shows it at nine tenths
+_DPI = 200  # of a PNG
 MAX_MARKED_POINTS = 40
 MAX_LABELLED_BARS = 12
 MAX_LETTERS = 45  # of level names along the x axis
@@ -310,8 +311,8 @@ def save_figure(
     size: tuple[float, float],
     titles: Mapping[str, tuple[str, Sequence[str]]] | None = None,
 ) -> None:
-    """An SVG of the figure of `size` inches that `draw` fills. `titles`, of parts by their gid:
-    what a browser shows of a part, and of each of its markers.
+    """An SVG, or by the name of the file a PNG, of the figure of `size` inches that `draw` fills.
+    `titles`, of parts by their gid: what a browser shows of a part, and of each of its markers.
     Without matplotlib there is none, not even an older one, and a warning."""
     try:
         import matplotlib
@@ -326,8 +327,12 @@ def save_figure(
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
         content = io.BytesIO()
-        figure.savefig(content, format="svg", transparent=True, metadata={"Date": None})
-    write_whole(path, _plain_svg(content.getvalue(), titles or {}))
+        if path.suffix == ".png":
+            figure.savefig(content, format="png", dpi=_DPI)
+        else:
+            figure.savefig(content, format="svg", transparent=True, metadata={"Date": None})
+    found = content.getvalue()
+    write_whole(path, found if path.suffix == ".png" else _plain_svg(found, titles or {}))
 
 
 def _plain_svg(content: bytes, titles: Mapping[str, tuple[str, Sequence[str]]]) -> str:
