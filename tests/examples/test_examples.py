@@ -160,8 +160,7 @@ def test_the_memory_helps_on_the_code_of_this_project(tmp_path):
     run_dir, text = tmp_path / "model", tmp_path / "text"
     shutil.copytree(MODEL, run_dir, ignore=shutil.ignore_patterns("eval"))
     text.mkdir()
-    modules = sorted((ROOT / "ttcd_jax" / "train").glob("*.py"))
-    (text / "train.txt").write_text("".join(x.read_text() for x in modules))
+    shutil.copyfile(ROOT / "ttcd_jax" / "memory" / "prefix.py", text / "prefix.txt")
     flags = f"--run_dir={run_dir}", f"--text={text}", "--seq_len=4096", "--max_rows=4"
     commands.output("evaluate", "--task=ppl", *flags)
     series = read_json(run_dir / "eval" / "ppl" / "results.json")["series"].values()
