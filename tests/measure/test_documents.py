@@ -201,6 +201,11 @@ def test_the_share_of_the_headroom_is_a_ratio_of_totals():
     assert twice["memory"] == rows[-1]["memory"]  # nothing is of the seed
     rows = FinalBlock.headroom([series], "near", "full")
     assert {row["memory"] for row in rows} == {None}  # no headroom that is seen
+    few = {name: records[:8] for name, records in series.items()}  # no interval
+    for ceiling, has_share in ("full", True), ("window", False):
+        control = "window" if has_share else "memory"
+        *_, whole = FinalBlock.headroom([few], control, ceiling)
+        assert (whole["nothing"] is not None) == has_share
 
 
 def test_a_mean_and_its_interval_are_one_cell():

@@ -23,6 +23,7 @@ from ttcd_jax import files, train_run
 from ttcd_jax.errors import DataError
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.run.reporting import MetricFiles, read_metrics
+from ttcd_jax.run.training import check
 
 
 def _steps(run_dir):
@@ -136,6 +137,8 @@ def test_a_folder_of_another_kind_is_never_claimed_and_keeps_no_lock(tmp_path, n
     for name in names:
         (tmp_path / name).write_text("mine")
     refused("is not empty and holds no run", train_run, run_config(), tmp_path)
+    refused("is not empty and holds no run", check, run_config(), RunDirectory(tmp_path))
+    check(run_config(), None)  # a plan of no folder
     assert {path.name for path in tmp_path.iterdir()} == {*names}
 
 

@@ -10,6 +10,7 @@ from small_models import SETTINGS, config_of, run_config
 from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.measure.pictures import COLOURS
 from ttcd_jax.precision import Precision
+from ttcd_jax.run import page
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.run.page import Run, settings_section, training_sections, write_report
 
@@ -118,3 +119,8 @@ def test_a_page_of_training_alone_shows_all_of_it(made, tmp_path):
     assert f'style="background: {COLOURS["IP-TTCD"]}"></span>a & b</td>' in page
     assert page.count("<svg") == 4  # recall, distillation, loss, size of the memory
     assert "No control here:</strong> a & b." in page
+
+
+def test_records_have_numbers_where_tables_have_them():
+    cells = {"a": "1,234.5 ± 0.50", "b": "4.148 (no interval)", "c": "4,1 x", "d": None, "e": 7}
+    assert [*map(page._number, cells.values())] == [[1234.5, 0.5], 4.148, "4,1 x", None, 7]

@@ -177,10 +177,7 @@ def plot_lines(
             (line,) = axes.plot(x, heights, markersize=4.5, linewidth=1.6, label=name, **style)
             line.set_gid(f"titled-{len(titles)}")
             shown = [(a, b) for a, b in zip(x, heights, strict=True) if math.isfinite(b)]
-            titles[line.get_gid()] = (
-                name,
-                [f"{name}\n{f'{a:,}' if isinstance(a, int) else a}: {b:.4g}" for a, b in shown],
-            )
+            titles[line.get_gid()] = name, [f"{name}\n{_x(a)}: {b:.4g}" for a, b in shown]
             if shown:
                 ends[name] = shown[-1][1], look.colour
             if bands and name in bands:
@@ -302,6 +299,10 @@ def _save_picture(
             figure.set_figheight(figure.get_figheight() + 0.2 * max(0, lines_below))
 
     save_figure(path, fill, size=SIZE, titles=titles)
+
+
+def _x(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def save_figure(
