@@ -111,8 +111,8 @@ _FINDINGS = {  # of a metric: its bound, 1 where more is bad and -1 where less i
 
 class MemoryWatch:
     """Warns of memories by the median of the last 20 logged values, from the tenth on, of a shorter
-    run at its end from the fifth; again when it is twice as bad, or ten times as many steps are
-    done."""
+    run at its end from the fifth; again after ten times as many steps, of one that grows also when
+    it has doubled."""
 
     def __init__(self) -> None:
         self._values: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=20))
@@ -125,8 +125,8 @@ class MemoryWatch:
             if len(values) < (5 if is_last else 10):
                 continue
             now = (max(median := statistics.median(values), 1e-30) / bound) ** sign
-            warned_step, warned = self._warned.get(name, (0, 0.5))
-            if now > 1 and (now > 2 * warned or step >= 10 * warned_step > 0):
+            warned_step, warned = self._warned.get(name, (0, 0.0))
+            if now > 1 and (step >= 10 * warned_step or now > 2 * warned and sign > 0):
                 self._warned[name] = step, now
                 text = "step %d: %s is %.3g, the median of %d logged values: %s"
                 logging.warning(text, step, name, median, len(values), finding)
