@@ -158,6 +158,8 @@ DRAWN = (
     *("TransformerConfig.vocab_size=8", "RunConfig.steps=%STEPS", *METHODS["other"][1:]),
     *TINY,
 )
+RECALL = ("RunConfig.data=@RecallConfig()", "RecallConfig.num_slots=3")
+RECALL += ("RecallConfig.num_keys=3", "RecallConfig.num_values=3")
 
 
 def test_recipes_on_rows_that_are_drawn_are_compared_seed_by_seed(tmp_path):
@@ -165,6 +167,9 @@ def test_recipes_on_rows_that_are_drawn_are_compared_seed_by_seed(tmp_path):
     (tmp_path / "own.gin").write_text("\n".join([*lines, *DRAWN]))
     options = {"seeds": (3, 5), "evaluations": (Evidence(max_rows=9),)}
     start, own = f"{tmp_path}/own.gin", ("own", f"{tmp_path}/own.gin", "STEPS=2")
+    wide, other = (("more", start, *x) for x in (["EvidenceConfig.num_between=48"], RECALL))
+    assert _texts(StudyConfig(recipes=(own, wide), **options), tmp_path) == {"evidence": None}
+    refused("have one data", _texts, StudyConfig(recipes=(own, other), **options), tmp_path)
     study = StudyConfig(recipes=(own,), start=(start, "ScheduleConfig.peak=1e-3"), **options)
     recipes, texts, trained = _compute(study, tmp_path)
     assert (texts, trained) == ({"evidence": None}, 4)

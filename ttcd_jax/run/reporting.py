@@ -126,7 +126,7 @@ class MemoryWatch:
                 continue
             now = (max(median := statistics.median(values), 1e-30) / bound) ** sign
             warned_step, warned = self._warned.get(name, (0, 0.0))
-            if now > 1 and (step >= 10 * warned_step or now > 2 * warned and sign > 0):
+            if now > 1 and (step >= 10 * warned_step or (sign > 0 and now > 2 * warned)):
                 self._warned[name] = step, now
                 text = "step %d: %s is %.3g, the median of %d logged values: %s"
                 logging.warning(text, step, name, median, len(values), finding)

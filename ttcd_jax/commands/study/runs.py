@@ -184,14 +184,17 @@ def held_out_texts(config: StudyConfig, runs: dict[str, Recipe], path: Path) -> 
     """Writes the pieces of the held-out text of every corpus into a folder of their own, whose name
     has their digest, so that results on other pieces are made again.
 
-    Raises `UserError` for recipes on other data, for data that is neither text nor drawn, for a
-    task that reads no text, for two corpora of one name, and for held-out text that is too short.
+    Raises `UserError` for recipes on other data (drawn rows may have other sizes), for data that is
+    neither text nor drawn, for a task that reads no text, for two corpora of one name, and for
+    held-out text that is too short.
     """
     data, texts, size = next(iter(runs.values())).config.data, {}, config.piece_bytes
+    if isinstance(data, SyntheticConfig) and all(
+        type(x.config.data) is type(data) for x in runs.values()
+    ):
+        return {data.kind: None}  # rows of each recipe's own sizes
     if others := [x.file for x in runs.values() if x.config.data != data]:
         raise UserError(f"the recipes of a study have one data configuration, {others[0]} another")
-    if isinstance(data, SyntheticConfig):
-        return {data.kind: None}
     if without := [task.name for task in config.evaluations if not hasattr(task, "text")]:
         text = f"task {without[0]} has no option text"
         raise UserError(f"{text}: leave it out of the StudyConfig.evaluations of recipes on text")
