@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import orbax.checkpoint as ocp
@@ -96,10 +96,7 @@ def train_run(
                 directory.claim(config.to_dict(), source, manifest, changes=changes)
             agree("claim", {}, watchdog.save_seconds)
             directory.fetch()
-            seen: dict[str, Any] = {x.name: sha256(x) for x in directory.path.glob("*.json")}
-            if storage.address(directory.path) is not None:  # all write one checkpoint there
-                owner = [x.read_text() for x in directory.path.glob("lock")]
-                seen["lock in TTCD_JAX_BUCKETS, a folder that all have to see"] = owner
+            seen = {x.name: sha256(x) for x in directory.path.glob("*.json")}
             agree("run directory", seen, watchdog.save_seconds)
             for part in manifest.get("parts", [manifest]):
                 if "python" in part:
