@@ -410,9 +410,11 @@ class Checkpoints:
                     f"{units.size(free)}{files} free), so make room or keep fewer steps"
                 )
             sealed = [good for good in self.steps() if digest.is_sealed(self._step_dir(good))]
+            good = sealed[-1] if sealed else "none"
+            if jax.process_index() and storage.address(self._directory):
+                good = "in the log of process 0"
             raise kind(
-                f"checkpoint step {step} was not saved: {reason}; "
-                f"last good step: {sealed[-1] if sealed else 'none'}"
+                f"checkpoint step {step} was not saved: {reason}; last good step: {good}"
             ) from error
 
     def _judged(self, step: int | None) -> tuple[int, list[int]]:
