@@ -171,7 +171,7 @@ def _kills(store, process, method, end, is_applied):
 
 
 KILLS = [
-    ("PUT", "checkpoints/8/DIGEST.json", False, "resumed at step 4"),
+    ("PUT", "checkpoints/4/DIGEST.json", False, "compiling its step"),  # has metrics, no checkpoint
     ("DELETE", "checkpoints/4/DIGEST.json", True, "resumed at step 12"),
 ]
 

@@ -149,7 +149,8 @@ def remove(path: Path) -> None:
     """Deletes the object, or all objects below the folder, in the bucket."""
     for file in [path / name for name in sorted(names(path))] or [path]:  # `DIGEST.json` is first
         _put(file, None)
-        _record(file).unlink(missing_ok=True)
+        if _record(file).is_file():  # not the folder of those of a step that is gone
+            _record(file).unlink()
 
 
 @contextlib.contextmanager

@@ -118,12 +118,13 @@ def check(config: RunConfig, directory: RunDirectory | None) -> None:
 
 def _check_kept(directory: RunDirectory) -> None:
     """Raises `CheckpointError` for a run whose checkpoints have vanished. The folder is made before
-    the first report, and the first checkpoint is complete when the second one is handed over."""
+    the first report, on a disk, and the first checkpoint is complete when the second one is handed
+    over."""
     folder, path = directory.checkpoints, directory.path / METRICS
     if directory.is_claimed and not any(folder.glob("[0-9]*")):
         every = directory.read_config().get("checkpoint_every", 0)  # before it changes
         done = max((record["step"] for record in read_metrics(path)), default=0)
-        if done > (2 * every if folder.is_dir() else 0):
+        if done > (2 * every if folder.is_dir() or storage.address(folder) else 0):
             raise CheckpointError(
                 f"{path} reports {done} steps and {folder} holds no checkpoint: restore a copy, or "
                 "start anew in another run directory"
