@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import signal
 import socket
 import subprocess
 import tempfile
@@ -21,9 +20,10 @@ from flax import nnx
 from object_store import serving
 
 from ttcd_jax import load_run, storage
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.train import digest
+from ttcd_jax.train.watchdog import PEER_LOST
 
 BINDINGS = (
     *("TextConfig.seq_len=16", "RunConfig.batch_size=4", "STEPS=16"),
@@ -125,27 +125,24 @@ def test_processes_start_from_another_run_as_one_does(whole, start, texts, tmp_p
 
 
 def test_machines_without_a_disk_in_common_train_into_a_bucket(whole, start, texts, tmp_path):
-    """They are killed before a digest; the next job, whose machines changed places, finds the step
-    before damaged. Its losses and parameters are those of processes that share a disk."""
+    """One may not upload its part, and says so; the next job, whose machines changed places, finds
+    the step before damaged. Its losses and parameters are those of processes that share a disk."""
     with serving() as store:
         machines = [{"TTCD_JAX_BUCKETS": str(tmp_path / x)} | store.environment() for x in "ab"]
         flags = [_flags("s3://bucket/run", text) for text in texts]
-        job = start("launch", flags, 2, machines)
-
-        def kill(method, name):
-            if method == "PUT" and name.endswith("checkpoints/12/DIGEST.json"):
-                for process in job:
-                    process.kill()
-                return 503
-            return None
-
-        store.fault = kill
-        for process in job:
-            _end(process, -signal.SIGKILL)
+        part = "bucket/run/checkpoints/12/params/ocdbt.process_1"
+        store.fault = lambda method, name: 403 if method == "PUT" and part in name else None
+        first, second = start("launch", flags, 2, machines)
+        _, error = _end(second, CheckpointError.exit_code)
+        assert error.startswith(
+            "error: checkpoint step 12 was not saved: OSError: [Errno 5] PERMIS"
+        )
+        assert error.endswith("; last good step: in the log of process 0")
+        _, error = _end(first, PEER_LOST)
+        assert "another process was lost" in error
         store.fault = lambda method, name: None
-        left = store.names("bucket/run/checkpoints/12/")
-        assert any(name.startswith("params/ocdbt.process_1/d/") for name in left)
-        store.objects.pop("bucket/run/lock")  # as if a minute had passed
+        assert store.names("bucket/run/checkpoints/12/train/ocdbt.process_1/")
+        store.objects.pop("bucket/run/lock", None)  # as if a minute had passed
         name = next(
             x for x in store.names("bucket/") if "checkpoints/8/train/ocdbt.process_1/d" in x
         )

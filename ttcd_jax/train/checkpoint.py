@@ -334,7 +334,10 @@ class Checkpoints:
 
     def _exchange(self, *, key: str, timeout_ms: int) -> None:
         """Orbax's barrier. At the one after the files of a step every other process uploads its own
-        for a bucket, and then the first downloads those that it does not see, to merge them."""
+        for a bucket, and then the first downloads those that it does not see, to merge them. A
+        process whose save failed waits for none, since the others wait for it: it ends."""
+        if sys.exception() is not None:
+            return
         _, is_written, step = key.partition("async_write_complete.")
         final, number = self._step_dir(step), jax.process_index()
         if is_written and number:
