@@ -81,9 +81,14 @@ def copy_of(text: str | os.PathLike[str]) -> Path:
     return fetch(to_path(text))
 
 
-def fetch(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> Path:
+def fetch(
+    path: Path,
+    wanted: Callable[[str], object] = lambda name: True,
+    place: Callable[[Path], Path] = lambda file: file,
+) -> Path:
     """Brings the copy of a file or a folder up to date, with those of its files whose name in it is
-    `wanted`, and returns `path`. Changes here of what is unchanged there stay."""
+    `wanted`, each at its `place`, and returns `path`. Changes here of what is unchanged there
+    stay."""
     if address(path) is None:
         return path
     found = names(path)
@@ -96,7 +101,8 @@ def fetch(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> Path
         lock(handle, fcntl.LOCK_EX)
         records = (x.relative_to(_record(path)) for x in _record(path).rglob("*") if x.is_file())
         known = {*found, *map(Path.as_posix, records)}
-        _all(_download, [path / name for name in known if wanted(name)] if known else [path])
+        files = [path / name for name in known if wanted(name)] if known else [path]
+        _all(lambda file: _download(file, place(file)), files)
     return path
 
 
@@ -118,10 +124,12 @@ def names(path: Path) -> list[str]:
     return [name for name in found if name == UNFINISHED or address(path / name)]
 
 
-def push(*paths: Path) -> None:
-    """Uploads files, and those in folders. Nothing happens to hidden files and in no bucket."""
+def push(*paths: Path, place: Callable[[Path], Path] = lambda file: file) -> None:
+    """Uploads files, and those in folders, each to the address of its `place`. Nothing happens to
+    hidden files and in no bucket."""
     files = [file for path in paths if address(path) for file in (path, *path.rglob("*"))]
-    _all(_upload, [file for file in files if file.is_file() and address(file)])
+    files = [file for file in files if file.is_file() and address(file)]
+    _all(lambda file: _upload(file, place(file)), files)
 
 
 def publish(path: Path) -> None:
@@ -141,7 +149,8 @@ def remove(path: Path) -> None:
     """Deletes the object, or all objects below the folder, in the bucket."""
     for file in [path / name for name in sorted(names(path))] or [path]:  # `DIGEST.json` is first
         _put(file, None)
-        _record(file).unlink(missing_ok=True)
+        if _record(file).is_file():  # not the folder of those of a step that is gone
+            _record(file).unlink()
 
 
 @contextlib.contextmanager
@@ -268,19 +277,19 @@ def _put(file: Path, content: bytes | str | None, **condition: bytes) -> Any:
     return _ask(file, lambda store, key: store.write(key, content, **condition))
 
 
-def _download(file: Path) -> None:
-    is_known = file.is_file() and _record(file).is_file()
+def _download(file: Path, place: Path) -> None:
+    is_known = place.is_file() and _record(file).is_file()
     found = _get(file, _record(file).read_bytes() if is_known else b"")
     if found.state == "value":
-        _write(file, found.value)
+        _write(place, found.value)
         _write(_record(file), found.stamp.generation)
-    for gone in (file, _record(file)) if found.state == "missing" else ():
+    for gone in (place, _record(file)) if found.state == "missing" else ():
         if gone.is_file():
             gone.unlink()
 
 
-def _upload(file: Path) -> None:
-    _write(_record(file), _put(file, file.read_bytes()).generation)
+def _upload(file: Path, place: Path) -> None:
+    _write(_record(place), _put(place, file.read_bytes()).generation)
 
 
 def _all(transfer: Callable[[Path], None], files: Iterable[Path]) -> None:

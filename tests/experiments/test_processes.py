@@ -1,20 +1,29 @@
 """The launch and the evaluation on several processes: what they compute, and how they end."""
 
 import json
+import os
 import random
 import re
 import socket
 import subprocess
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import commands
+import jax
 import numpy as np
 import pytest
 import tiny_run
 from devices import fake_devices
+from flax import nnx
+from object_store import serving
 
-from ttcd_jax.errors import UserError
+from ttcd_jax import load_run, storage
+from ttcd_jax.errors import CheckpointError, UserError
+from ttcd_jax.run.directory import RunDirectory
+from ttcd_jax.train import digest
+from ttcd_jax.train.watchdog import PEER_LOST
 
 BINDINGS = (
     *("TextConfig.seq_len=16", "RunConfig.batch_size=4", "STEPS=16"),
@@ -41,19 +50,21 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start():
-    """Starts the processes of a job: `start(module, [arguments of each], devices=of each)`."""
+    """Starts the processes of a job: `start(module, [arguments of each], devices=of each)`, with
+    their own `variables` if given."""
     started = []
 
-    def start(module, arguments, devices, **options):
+    def start(module, arguments, devices, variables=({},) * 9, **options):
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
-        environment = commands.cpu_environment(XLA_FLAGS=fake_devices(devices))
-        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment}
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         job = []
         for number, own in enumerate(arguments):
             if len(arguments) > 1:
                 own = [*own, f"--distributed=localhost:{port},{len(arguments)},{number}"]
-            job.append(commands.start(module, *own, **options))
+            own_variables = {"XLA_FLAGS": fake_devices(devices)} | variables[number]
+            environment = commands.cpu_environment(**own_variables)
+            job.append(commands.start(module, *own, env=environment, **options))
         started.extend(job)
         return job
 
@@ -111,6 +122,44 @@ def test_processes_start_from_another_run_as_one_does(whole, start, texts, tmp_p
     losses = tiny_run.losses(tmp_path / "one")
     assert losses[0][1] < tiny_run.losses(whole[0])[0][1]
     np.testing.assert_allclose(tiny_run.losses(tmp_path / "two"), losses, rtol=TOLERANCE)
+
+
+def test_machines_without_a_disk_in_common_train_into_a_bucket(whole, start, texts, tmp_path):
+    """One may not upload its part, and says so; the next job, whose machines changed places, finds
+    the step before damaged. Its losses and parameters are those of processes that share a disk."""
+    with serving() as store:
+        machines = [{"TTCD_JAX_BUCKETS": str(tmp_path / x)} | store.environment() for x in "ab"]
+        flags = [_flags("s3://bucket/run", text) for text in texts]
+        part = "bucket/run/checkpoints/12/params/ocdbt.process_1"
+        store.fault = lambda method, name: 403 if method == "PUT" and part in name else None
+        first, second = start("launch", flags, 2, machines)
+        _, error = _end(second, CheckpointError.exit_code)
+        assert error.startswith(
+            "error: checkpoint step 12 was not saved: OSError: [Errno 5] PERMIS"
+        )
+        assert error.endswith("; last good step: in the log of process 0")
+        _, error = _end(first, PEER_LOST)
+        assert "another process was lost" in error
+        store.fault = lambda method, name: None
+        assert store.names("bucket/run/checkpoints/12/train/ocdbt.process_1/")
+        store.objects.pop("bucket/run/lock", None)  # as if a minute had passed
+        name = next(
+            x for x in store.names("bucket/") if "checkpoints/8/train/ocdbt.process_1/d" in x
+        )
+        generation, content = store.objects["bucket/" + name]
+        store.objects["bucket/" + name] = generation + 10**6, content[:-1] + b"?"
+        first, _ = (_end(x)[0] for x in start("launch", flags, 2, machines[::-1]))
+        assert "resumed at step 4" in first
+        with mock.patch.dict(os.environ, machines[0] | {"TTCD_JAX_BUCKETS": str(tmp_path / "c")}):
+            run = RunDirectory("s3://bucket/run")
+            assert tiny_run.losses(run.path) == tiny_run.losses(whole[0])
+            for step in (8, 12, 16):
+                storage.fetch(run.checkpoints / str(step))
+                assert digest.verify(run.checkpoints / str(step)) == []
+            found, expected = (load_run(x).model for x in ("s3://bucket/run", whole[0]))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
+    for machine in "ab":
+        assert not [*tmp_path.glob(f"{machine}/s3/bucket/run/checkpoints/*tmp")]
 
 
 @pytest.fixture

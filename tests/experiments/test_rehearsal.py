@@ -18,6 +18,7 @@ from ttcd_jax.data.tokenizer import TokenizerConfig, train_tokenizer
 from ttcd_jax.errors import DataError, ResourceError, UserError
 from ttcd_jax.run import build
 from ttcd_jax.run.directory import RunDirectory
+from ttcd_jax.run.start import inherited_model
 from ttcd_jax.tasks.perplexity import Perplexity
 
 TEXTS = ["A text of some length, read twice. " * 9] * 12
@@ -158,8 +159,17 @@ def test_a_bucket_is_tried_and_emptied(folder, capsys, monkeypatch):
         assert arrays
         assert arrays <= read
         assert store.names("bucket/") == []
-        store.fault = lambda method, name: 403 if method == "PUT" else None
-        assert _failed(_of_records(folder), "s3://bucket/run", capsys) == (["run_dir"], [])
+        for refused_method in ("PUT", "DELETE"):
+            store.fault = lambda method, name, bad=refused_method: 403 if method == bad else None
+            assert _failed(_of_records(folder), "s3://bucket/run", capsys) == (["run_dir"], [])
+        store.fault = lambda method, name: None
+        assert store.names("bucket/run/rehearsal-")  # is no obstacle
+        RunDirectory("s3://bucket/run").check_free()
+        # A run without whose model there is nothing to try.
+        store.fault = lambda method, name: 403
+        inherit = inherited_model(run_dir)
+        words = "RunConfig.start_from 's3://bucket/other' gives no model: PERMISSION_DENIED"
+        refused(words, inherit, "model", {"start_from": "s3://bucket/other"})
 
 
 def test_the_command_tries_what_it_can(tmp_path):

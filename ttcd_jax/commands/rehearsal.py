@@ -33,7 +33,7 @@ from ttcd_jax.errors import CheckpointError, DataError, ResourceError, UserError
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig, accepted_changes
-from ttcd_jax.run.directory import RunDirectory, open_checkpoints
+from ttcd_jax.run.directory import REHEARSAL, RunDirectory, open_checkpoints
 from ttcd_jax.run.start import plan_start
 from ttcd_jax.run.trackers import TRACKERS
 from ttcd_jax.train.checkpoint import Checkpoints, check_directory
@@ -155,7 +155,7 @@ class Rehearsal:
             config = self.config.to_dict()
             accepted_changes(path, self.run_dir.read_config(), config, self.changes)
         made = [x for x in (path, *path.parents) if not os.path.lexists(x)]
-        place = RunDirectory(path / f"rehearsal-{os.getpid()}")
+        place = RunDirectory(path / f"{REHEARSAL}{os.getpid()}")
         state = {"params": {"x": jnp.arange(2**16)}, "step": jnp.int32(1)}
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         try:

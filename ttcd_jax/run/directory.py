@@ -42,6 +42,7 @@ from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, w
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.json"
+REHEARSAL = "rehearsal-"  # and the number of its process: a folder
 TOKENIZER = "tokenizer.json"
 IMPORTED = "imported"  # the data type of an imported run
 IMPORT = "import.json"
@@ -157,7 +158,7 @@ class RunDirectory:
 
     def check_free(self) -> None:
         """Raises `UserError` for a folder that is not empty and holds no run."""
-        unfinished = tuple(f".{name}." for name in (*_CLAIM, METRICS))
+        unfinished = *(f".{name}." for name in (*_CLAIM, METRICS)), REHEARSAL  # of killed processes
         found = os.listdir(self.path) if self.path.is_dir() else ()
         names = {name for name in found if name != "lock" and not name.startswith(unfinished)}
         if names != set(_CLAIM[: len(names)]) and not self.is_claimed:

@@ -41,7 +41,11 @@ def inherited_model(run_dir: RunDirectory | None = None) -> Inherit:
             return None
         if run_dir is not None and run_dir.is_claimed:
             return model_config(run_dir)
-        return starting_model(start_from)
+        try:
+            return starting_model(start_from)
+        except OSError as error:  # of a bucket; gin would hide the address
+            text = f"RunConfig.start_from {start_from!r} gives no model: {error.strerror}"
+            raise UserError(text) from error
 
     return inherit
 

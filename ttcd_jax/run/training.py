@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import orbax.checkpoint as ocp
@@ -96,10 +96,7 @@ def train_run(
                 directory.claim(config.to_dict(), source, manifest, changes=changes)
             agree("claim", {}, watchdog.save_seconds)
             directory.fetch()
-            seen: dict[str, Any] = {x.name: sha256(x) for x in directory.path.glob("*.json")}
-            if storage.address(directory.path) is not None:  # all write one checkpoint there
-                owner = [x.read_text() for x in directory.path.glob("lock")]
-                seen["lock in TTCD_JAX_BUCKETS, a folder that all have to see"] = owner
+            seen = {x.name: sha256(x) for x in directory.path.glob("*.json")}
             agree("run directory", seen, watchdog.save_seconds)
             for part in manifest.get("parts", [manifest]):
                 if "python" in part:
@@ -121,12 +118,13 @@ def check(config: RunConfig, directory: RunDirectory | None) -> None:
 
 def _check_kept(directory: RunDirectory) -> None:
     """Raises `CheckpointError` for a run whose checkpoints have vanished. The folder is made before
-    the first report, and the first checkpoint is complete when the second one is handed over."""
+    the first report, on a disk, and the first checkpoint is complete when the second one is handed
+    over."""
     folder, path = directory.checkpoints, directory.path / METRICS
     if directory.is_claimed and not any(folder.glob("[0-9]*")):
         every = directory.read_config().get("checkpoint_every", 0)  # before it changes
         done = max((record["step"] for record in read_metrics(path)), default=0)
-        if done > (2 * every if folder.is_dir() else 0):
+        if done > (2 * every if folder.is_dir() or storage.address(folder) else 0):
             raise CheckpointError(
                 f"{path} reports {done} steps and {folder} holds no checkpoint: restore a copy, or "
                 "start anew in another run directory"

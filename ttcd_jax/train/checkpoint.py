@@ -2,7 +2,8 @@
 
 A step directory holds two items, `params` (all that evaluation reads) and `train` (the rest of the
 state), plus `DIGEST.json`. On disk a state is a plain nested dict of arrays, and the layers of a
-model are stored one by one (`train.layers_on_disk`).
+model are stored one by one (`train.layers_on_disk`). Several processes write one step, in parts
+that the first one merges; those of a bucket need no disk in common.
 
 A step is *sealed* by its digest, written in the background after Orbax has committed it. A process
 killed between the two leaves an unsealed step, complete but not verifiable:
@@ -21,6 +22,7 @@ import fnmatch
 import functools
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -48,6 +50,8 @@ from ttcd_jax.train.layers_on_disk import Leaves, by_name, misfit, stacked, unst
 _LOOKS = 10
 _PARAMS = "params"
 _TRAIN = "train"
+_UNFINISHED = ".orbax-checkpoint-tmp"  # what Orbax adds to the name of a step, and of its items
+_PARTS = ("ocdbt.process_{}", "array_metadatas/process_{}")  # what each process writes of an item
 OPTIONAL = {"skips"}  # the keys of a state that not every run stores
 # Exceptions of Orbax and TensorStore for failed writes: ValueError for a full disk, OSError for a
 # missing directory, JaxRuntimeError for a lost process.
@@ -118,6 +122,12 @@ def fetch_steps(directory: Path) -> None:
             shutil.rmtree(directory / str(step))
 
 
+def _writer(name: str) -> int:
+    """The process that wrote a file, by its name in a step."""
+    found = re.match(r"[^/]+/(?:ocdbt\.|array_metadatas/)process_(\d+)", name)
+    return int(found[1]) if found else 0
+
+
 class Kept(NamedTuple):
     """Orbax' policy that keeps the `newest` steps, those that `every` divides, and the `best` by
     their `scores`. Scores may be added after a step was saved."""
@@ -168,6 +178,7 @@ class Checkpoints:
                     "run directory"
                 ) from error
         _silence_orbax()
+        self._barrier = ocp.multihost.get_barrier_sync_fn()
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_handlers={x: type(self).handler() for x in (_PARAMS, _TRAIN)},
@@ -179,8 +190,11 @@ class Checkpoints:
                 read_only=is_read_only,
                 # Opening must not fail on a damaged step: `restore` handles damage.
                 lightweight_initialize=True,
-                # Creating a directory in the background would fail only after ten minutes.
-                async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+                async_options=ocp.AsyncOptions(
+                    barrier_sync_fn=self._exchange,
+                    # Creating one in the background would fail only after ten minutes.
+                    create_directories_asynchronously=False,
+                ),
             ),
         )
         # Of a stopped job Orbax measures the time since the last step, and fails for a step that an
@@ -204,6 +218,7 @@ class Checkpoints:
         need = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         with self._reporting_write(step, need):
             self._check_directory(step, need)
+            self._clear(step, items)
             is_started = self._manager.save(step, args=args)
         assert is_started, f"Orbax left step {step} out"
         self._pending = step, need, self._sealer.submit(self._seal, step)
@@ -256,7 +271,12 @@ class Checkpoints:
         # The first process alone reads the disk, so that all agree even while a job writes.
         chosen, refused = self._judged(step) if jax.process_index() == 0 else (0, [])
         chosen = int(multihost_utils.broadcast_one_to_all(np.array(chosen)))
-        storage.fetch(self._step_dir(chosen))
+        copy, number = storage.fetch(self._step_dir(chosen)), jax.process_index()
+        if number and storage.address(copy) and (problems := digest.verify(copy)):
+            raise CheckpointError(
+                f"checkpoint step {chosen} is damaged in the copy of process {number}: "
+                f"{listed(problems, 1)}; remove {copy} on its machine"
+            )
         with self._reporting_read(chosen):
             metadata = self._manager.item_metadata(chosen)
         if {_PARAMS, _TRAIN} & {*metadata} == {_PARAMS} != {*abstract_state}:
@@ -282,7 +302,7 @@ class Checkpoints:
         with self._reporting_read(chosen):
             leaves = _to_leaves({**self._manager.restore(chosen, args=args)})
         if not self._is_read_only:
-            self._set_aside(refused)
+            self._set_aside(chosen, refused)
         if self._model is not None:
             leaves = stacked(self._model, leaves, wanted)
         ordered = [leaves[name] for name in wanted]
@@ -291,19 +311,57 @@ class Checkpoints:
     def _on_disk(self, leaves: Leaves) -> Leaves:
         return leaves if self._model is None else unstacked(self._model, leaves)
 
-    def _step_dir(self, step: int) -> Path:
+    def _step_dir(self, step: int | str) -> Path:
         return self._directory / str(step)
+
+    def _unfinished(self, step: int | str, *item: str) -> Path:
+        """Where Orbax writes a step: an item, or a file by its name in the step."""
+        places = (f"{name}{_UNFINISHED}" for name in (step, *item[:1]))
+        return self._directory.joinpath(*places, *item[1:])
+
+    def _clear(self, step: int, items: dict[str, Any]) -> None:
+        """Removes what a killed job left of the step in a bucket, and makes the folders for which
+        Orbax waits on a disk that the first process does not see."""
+        if storage.address(self._directory) is None:
+            return
+        if (number := jax.process_index()) == 0:
+            storage.remove(self._step_dir(step))
+        for name in items if number else ():
+            arrays, metadata = (self._unfinished(step, name, x.format(number)) for x in _PARTS)
+            shutil.rmtree(arrays, ignore_errors=True)
+            metadata.parent.mkdir(parents=True, exist_ok=True)
+            metadata.unlink(missing_ok=True)
+
+    def _exchange(self, *, key: str, timeout_ms: int) -> None:
+        """Orbax's barrier. At the one after the files of a step every other process uploads its own
+        for a bucket, and then the first downloads those that it does not see, to merge them. A
+        process whose save failed waits for none, since the others wait for it: it ends."""
+        if sys.exception() is not None:
+            return
+        _, is_written, step = key.partition("async_write_complete.")
+        final, number = self._step_dir(step), jax.process_index()
+        if is_written and number:
+            own = (x for y in _PARTS for x in self._unfinished(step).glob(f"*/{y.format(number)}"))
+            storage.push(*own, place=lambda x: Path(str(x).replace(_UNFINISHED, "")))
+        self._barrier(key=key, timeout_ms=timeout_ms)
+        if is_written and not number:
+            depth = len(final.parts)
+            storage.fetch(final, _writer, lambda x: self._unfinished(step, *x.parts[depth:]))
 
     def _files(self) -> set[str]:
         return {f"{where}/{name}" for where, _, names in os.walk(self._directory) for name in names}
 
     def _seal(self, step: int) -> None:
         self._manager.wait_until_finished()
-        if jax.process_index() == 0:
+        if jax.process_index():  # its part on a disk of its own
+            shutil.rmtree(self._unfinished(step), ignore_errors=True)
+        else:
             self._manager.item_metadata(step)  # opens every array
             storage.push_held(self._directory.parent)
-            storage.push(self._step_dir(step))
-            digest.seal(self._step_dir(step))  # which a bucket gets last
+            final = self._step_dir(step)
+            files = (x for x in final.rglob("*") if x.is_file())
+            storage.push(*(x for x in files if not _writer(x.relative_to(final).as_posix())))
+            digest.seal(final)  # which a bucket gets last
             if storage.address(self._directory) is not None:
                 for old in {name.split("/")[0] for name in storage.names(self._directory)}:
                     if not (self._directory / old).is_dir():
@@ -355,9 +413,11 @@ class Checkpoints:
                     f"{units.size(free)}{files} free), so make room or keep fewer steps"
                 )
             sealed = [good for good in self.steps() if digest.is_sealed(self._step_dir(good))]
+            good = sealed[-1] if sealed else "none"
+            if jax.process_index() and storage.address(self._directory):
+                good = "in the log of process 0"
             raise kind(
-                f"checkpoint step {step} was not saved: {reason}; "
-                f"last good step: {sealed[-1] if sealed else 'none'}"
+                f"checkpoint step {step} was not saved: {reason}; last good step: {good}"
             ) from error
 
     def _judged(self, step: int | None) -> tuple[int, list[int]]:
@@ -403,15 +463,18 @@ class Checkpoints:
             )
         return chosen, list(refused)
 
-    def _set_aside(self, refused: list[int]) -> None:
+    def _set_aside(self, chosen: int, refused: list[int]) -> None:
         """Renames `refused`, once every process has restored, so that Orbax ignores them. Deletes
-        earlier ones, which would fill the disk."""
+        earlier ones, which would fill the disk, and other machines' copies of their digests."""
         multihost_utils.sync_global_devices("checkpoints: refused")
         for aside in self._directory.glob("*.refused") if refused else ():
             shutil.rmtree(aside, ignore_errors=True)
         for step in refused:
             self._step_dir(step).rename(self._directory / f"{step}.refused")
         multihost_utils.sync_global_devices("checkpoints: set aside")
+        for step in self.steps() if jax.process_index() else ():
+            if step > chosen and storage.address(self._directory):
+                shutil.rmtree(self._step_dir(step), ignore_errors=True)
         self._manager.reload()
 
 
