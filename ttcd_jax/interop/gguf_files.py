@@ -290,18 +290,20 @@ def _texts(header: _Header) -> dict[str, str]:
     is_whole = len(kinds) == len(tokens) == len({*tokens}) and {*map(type, tokens)} == {str}
     if not is_whole or {*map(len, pairs)} - {2}:
         raise DataError(f"{header.path} has a damaged tokenizer: copy the file again")
-    names = {"bos": "bos", "eos": "eos", "pad": "padding", "eot": "eot"}
+    names = {"bos": "bos", "eos": "eos", "pad": "padding", "eot": "eot", "eom": "eom"}
     ids = {x: header.get(f"tokenizer.ggml.{name}_token_id", int, -1) for x, name in names.items()}
     ids = {role: token for role, token in ids.items() if 0 <= token < len(tokens)}
-    ends = [ids[role] for role in ("eos", "eot") if role in ids]
-    settings: dict[str, Any] = {f"{x}_token": tokens[ids[x]] for x in ids if x != "eot"}
+    ends = {"eos_token_id": [ids[x] for x in ("eos", "eot", "eom") if x in ids]}
+    ends |= {"bos_token_id": ids["bos"]} if "bos" in ids else {}
+    named = [x for x in ("bos", "eos", "pad") if x in ids]
+    settings: dict[str, Any] = {f"{x}_token": tokens[ids[x]] for x in named}
     begins = split == "llama-bpe"  # what llama.cpp does unless a file says otherwise
     settings["add_bos_token"] = header.get("tokenizer.ggml.add_bos_token", bool, begins)
     texts = {"tokenizer.json": _tokenizer(header.path, split, tokens, kinds, pairs)}
     if template := header.get("tokenizer.chat_template", str, ""):
         texts["chat_template.jinja"] = template
     texts["tokenizer_config.json"] = json.dumps(settings, indent=1, ensure_ascii=False)
-    texts["generation_config.json"] = json.dumps({"eos_token_id": ends}, indent=1)
+    texts["generation_config.json"] = json.dumps(ends, indent=1)
     return texts
 
 
