@@ -19,7 +19,6 @@ from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState, start_state
 
 Message = dict[str, str]  # role (system, user, assistant) and content
-# What the code of a template raises.
 _FAILURES = jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RuntimeError
 _FAILURES += AttributeError, MemoryError
 
@@ -38,8 +37,7 @@ def rendered(template: str, messages: list[Message], **names: Any) -> str:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(**blocks, extensions=extensions)
     try:
         compiled = environment.from_string(template, globals=functions)
-        names |= {"messages": messages, "tools": None, "add_generation_prompt": True}
-        return compiled.render(**names)
+        return compiled.render(messages=messages, tools=None, add_generation_prompt=True, **names)
     except _FAILURES as error:
         raise DataError(
             f"the chat template of the checkpoint fails ({type(error).__name__}: {error}): answer "

@@ -190,6 +190,7 @@ def open_gguf(path: Path, folder: Path) -> ImportedModel:
     """
     header = _Header(path)
     config, names = _config(header), header.their_names()
+    header.check_all_used()
     shapes = {theirs: header.tensors[names[theirs]].shape for theirs in sorted(names)}
     stored = {x: StoredTensor(path, np.dtype(np.float32), y) for x, y in shapes.items()}
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
@@ -224,7 +225,7 @@ def _config(header: _Header) -> dict[str, Any]:
             )
     embedding = header.tensors.get("token_embd.weight")
     base = setting("rope.freq_base", float, 10_000.0)
-    config = {
+    return {
         "architectures": [FAMILIES[architecture].architecture],
         "torch_dtype": "float32",
         "model_type": architecture,
@@ -241,8 +242,6 @@ def _config(header: _Header) -> dict[str, Any]:
         "rope_scaling": _scaling(header, base, head_dim),
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
-    header.check_all_used()
-    return config
 
 
 def _scaling(header: _Header, base: float, head_dim: int) -> dict[str, Any] | None:
@@ -250,10 +249,9 @@ def _scaling(header: _Header, base: float, head_dim: int) -> dict[str, Any] | No
     divisors of the frequencies [head_dim / 2]: its settings are found by trying lengths that are
     powers of two, else the file is refused."""
     setting = header.setting
-    kind, old = setting("rope.scaling.type", str, "linear"), setting("rope.scale_linear", float, 1)
-    length = setting("context_length", int)
+    kind, length = setting("rope.scaling.type", str, "linear"), setting("context_length", int)
     length = setting("rope.scaling.original_context_length", int, length)
-    scaling = {"rope_type": kind, "factor": setting("rope.scaling.factor", float, old)}
+    scaling = {"rope_type": kind, "factor": setting("rope.scaling.factor", float, 1)}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = length
         for name, default in (("beta_fast", 32), ("beta_slow", 1)):
