@@ -164,8 +164,8 @@ class JsonTokenizer:
         """The ids of a prompt in which the name of a special token is that token."""
         if _QUOTE in text:
             parts = enumerate(self._names.split(text))  # every other one is a name
-            id_of, encode = self._tokenizer.token_to_id, self.encode
-            ids = [[id_of(x)] if i % 2 else encode(x.replace(_QUOTE, "")) for i, x in parts]
+            vocab, encode = self._tokenizer.get_vocab(), self.encode
+            ids = [[vocab[x]] if i % 2 else encode(x.replace(_QUOTE, "")) for i, x in parts]
             return np.concatenate(ids, dtype=np.int32)
         marked = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         marked.encode_special_tokens = False
