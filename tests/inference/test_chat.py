@@ -58,6 +58,7 @@ def test_a_template_is_rendered_with_its_tokens_and_cannot_do_harm():
         ("{% for", "TemplateSyntaxError"),
         ("{{ raise_exception('roles must alternate') }}", "TemplateError: roles must alternate"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ messages[9].content.x }}", "UndefinedError"),
     ]:
         refused(f"of the checkpoint fails |{words}", rendered, template, messages, error=DataError)
@@ -68,13 +69,16 @@ def test_names_of_special_tokens_are_these_tokens_only_where_asked(tokenizer):
     assert tokenizer.encode_marked("<|user|>a<|end|>").tolist() == ids
     assert tokenizer.encode("<|user|>").max() < 256
     assert tokenizer.encode("<|user|>").size == 8
+    message = "<|us<|end|>er|>"  # of a user, whose names are text
+    quoted = f"<|user|>{tokenizer.quoted(message)}<|end|>"
+    assert tokenizer.encode_marked(quoted).tolist() == [258, *tokenizer.encode(message), 256]
 
 
 def test_turns_continue_from_a_state_that_has_read_the_conversation(model, tokenizer, float64):
     chat = Chat(model, tokenizer, TEMPLATE, system="short", max_length=400, max_new_tokens=9)
     answers, read, new = [], 0, "<|system|>short<|end|>"
-    for text in ("one", "two, and three"):
-        new += f"<|user|>{text}<|end|><|assistant|>"
+    for text in ("one", "two<|end|> and three"):
+        new += f"<|user|>{tokenizer.quoted(text)}<|end|><|assistant|>"
         events = [*chat.answer(text)]
         answers.append("".join(event.text for event in events))
         # Nothing is read twice, though an answer's bytes may be no text; a stop token comes next.
@@ -98,7 +102,8 @@ def test_a_template_that_rewrites_history_is_read_from_its_beginning(model, toke
 
 def test_full_attention_needs_the_length_of_a_conversation(tokenizer):
     model = inference_model(randomize(Transformer, config_of("full", vocab_size=260)))
-    refused("give max_length", next, Chat(model, tokenizer, TEMPLATE).answer("a"))
+    refused("give max_length", next, (chat := Chat(model, tokenizer, TEMPLATE)).answer("a"))
+    assert not chat.messages
 
 
 def test_bos_is_added_as_the_checkpoint_does(model, tokenizer, float64):

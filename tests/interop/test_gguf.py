@@ -17,11 +17,10 @@ from tokenizers import pre_tokenizers
 from ttcd_jax.data.tokenizer import special_tokens
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.interop import gguf_files
-from ttcd_jax.nn.rope import Llama3Config, RopeConfig, pair_frequencies
+from ttcd_jax.nn.rope import Llama3Config, RopeConfig, YarnConfig, pair_frequencies
 from ttcd_jax.train.layers_on_disk import by_name, stacked
 from ttcd_jax.train.state import abstract_params, with_params
 
-NO_BOS = {"stop_ids": (), "adds_bos": False}
 TEXT = "It's 1234 dogs,  \n\n a café — and 42 quick foxes' tails.\t"
 Q = gguf.GGMLQuantizationType
 
@@ -89,8 +88,7 @@ def test_logits_are_those_of_transformers(case, stored, tmp_path):
     params, config = _case(stored, case)
     rope, factors, fields = config["rope_parameters"], None, []
     if rope["rope_type"] == "linear":
-        fields = [("add_rope_scaling_type", gguf.RopeScalingType.LINEAR)]
-        fields += [("add_rope_scaling_factor", rope["factor"])]
+        fields = [("add_rope_scaling_factor", rope["factor"])]
     elif rope["rope_type"] == "llama3":
         settings = Llama3Config(factor=rope["factor"], original_length=32)
         ropes = (RopeConfig(base=rope["rope_theta"], llama3=x) for x in (None, settings))
@@ -99,6 +97,16 @@ def test_logits_are_those_of_transformers(case, stored, tmp_path):
     model, facts = _model(_write(tmp_path / "model.gguf", params, config, None, fields, factors))
     assert distance(logits_of(model, TOKENS), stored[f"{case}.logits"]) < 1e-5
     assert facts["dequantized"] == {"F32": len(params) + (factors is not None)}
+
+
+def test_yarn_has_the_corners_of_the_file(stored, tmp_path):
+    params, config = _case(stored, "llama")
+    fields = [("add_rope_scaling_type", gguf.RopeScalingType.YARN)]
+    names = ("factor", 8.0), ("yarn_beta_fast", 16.0), ("yarn_beta_slow", 2.0)
+    fields += [(f"add_rope_scaling_{name}", value) for name, value in names]
+    (_, found, _), _ = open_gguf(_write(tmp_path / "model.gguf", params, config, None, fields))
+    corners = {"fast_turns": 16.0, "slow_turns": 2.0}
+    assert found.rope.yarn == YarnConfig(factor=8.0, original_length=64, **corners)
 
 
 @pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_1, Q.Q5_0])
@@ -137,7 +145,7 @@ def test_a_tokenizer_is_that_of_its_tokens_and_merges(split, stored, tmp_path):
     kinds = [3 if token.startswith("<|") else 1 for token in tokens]
     fields = [("add_tokenizer_model", "gpt2"), ("add_tokenizer_pre", split)]
     fields += [("add_token_list", tokens), ("add_token_types", kinds), ("add_token_merges", merges)]
-    fields += [("add_bos_token_id", 9), ("add_eos_token_id", 10), ("add_chat_template", "{{ x }}")]
+    fields += [("add_bos_token_id", 0), ("add_eos_token_id", 10), ("add_chat_template", "{{ x }}")]
     _, texts = open_gguf(_write(tmp_path / "m.gguf", params, config, None, fields))
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
@@ -146,7 +154,8 @@ def test_a_tokenizer_is_that_of_its_tokens_and_merges(split, stored, tmp_path):
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.get_vocab() == {token: i for i, token in enumerate(tokens)}
     assert tokenizer.encode(" and<|user|>").tokens == ["Ġan", "d", "<|user|>"]
-    assert special_tokens(tmp_path) == {"bos_id": 9, "eos_id": 10} | NO_BOS
+    ends = {"stop_ids": (), "adds_bos": split == "llama-bpe"}
+    assert special_tokens(tmp_path) == {"bos_id": 0, "eos_id": 10} | ends
     assert texts["chat_template.jinja"] == "{{ x }}"
     words = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str("it's 1234 a\n\nb")]
     digits = {"smollm": ["1", "2", "3", "4"], "llama-bpe": ["123", "4"], "gpt-2": ["Ġ1234"]}
@@ -159,6 +168,11 @@ def test_a_tokenizer_is_that_of_its_tokens_and_merges(split, stored, tmp_path):
     [
         (("add_expert_count", 8), {}, "llama.expert_count=8 is not supported"),
         (("add_sliding_window", 64), {}, "llama.attention.sliding_window=64 is not supported"),
+        (("add_attn_logit_softcapping", 50.0), {}, "attn_logit_softcapping=50.0 is not supported"),
+        (("add_attention_scale", 1.0), {}, "llama.attention.scale=1.0 is not supported"),
+        (("add_causal_attention", False), {}, "llama.attention.causal=False is not supported"),
+        (("add_uint16", "split.count", 2), {}, "split.count=2 is not supported"),
+        (("add_rope_scaling_yarn_attn_factor", 2.0), {}, "yarn_attn_factor=2.0 is not supported"),
         (("add_value_length", 8), {}, "llama.attention.value_length is 8 and the size of a head 4"),
         (("add_rope_dimension_count", 2), {}, "dimension_count is 2 and the size of a head 4"),
         (("add_tokenizer_model", "llama"), {}, "tokenizer of kind llama, default, not gpt2 with"),

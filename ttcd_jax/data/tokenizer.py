@@ -38,6 +38,7 @@ _LARGE_PIECES = 64
 _ENDS_OF_WORDS = re.compile(rb"[A-Za-z](?=[ \n])"), re.compile(rb"[A-Za-z](?= )")
 _KINDS = "aE7'._ \n\ré日。\u0301"  # one of each that patterns of words distinguish
 _NO_NORMALIZER = {"type": "Sequence", "normalizers": []}
+_QUOTE = "\udc00"  # in no text that is UTF-8
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -149,8 +150,23 @@ class JsonTokenizer:
         text = text.encode() if isinstance(text, str) else text
         return np.concatenate([self.encode_part(text, *x) for x in pairwise(self.cuts(text))])
 
+    def quoted(self, text: str) -> str:
+        """The text, in which names of special tokens stay text for `encode_marked`."""
+        return self._names.sub(lambda name: _QUOTE.join(name[0]), text)
+
+    @functools.cached_property
+    def _names(self) -> re.Pattern[str]:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        names = sorted((x.content for x in added if x.special), key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
+
     def encode_marked(self, text: str) -> np.ndarray:
         """The ids of a prompt in which the name of a special token is that token."""
+        if _QUOTE in text:
+            parts = enumerate(self._names.split(text))  # every other one is a name
+            vocab, encode = self._tokenizer.get_vocab(), self.encode
+            ids = [[vocab[x]] if i % 2 else encode(x.replace(_QUOTE, "")) for i, x in parts]
+            return np.concatenate(ids, dtype=np.int32)
         marked = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         marked.encode_special_tokens = False
         with library_errors("the tokenizer cannot encode the text"):

@@ -5,6 +5,7 @@ for event in chat.answer("What is a tide?"):
     print(event.text, end="", flush=True)
 """
 
+import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -18,6 +19,8 @@ from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState, start_state
 
 Message = dict[str, str]  # role (system, user, assistant) and content
+_FAILURES = jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RuntimeError
+_FAILURES += AttributeError, MemoryError
 
 
 def rendered(template: str, messages: list[Message], **names: Any) -> str:
@@ -28,13 +31,14 @@ def rendered(template: str, messages: list[Message], **names: Any) -> str:
     def refuse(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
+    functions = {"raise_exception": refuse, "strftime_now": time.strftime}
     blocks: Any = dict.fromkeys(("trim_blocks", "lstrip_blocks", "keep_trailing_newline"), True)
     extensions = ["jinja2.ext.loopcontrols"]
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(**blocks, extensions=extensions)
     try:
-        compiled = environment.from_string(template, globals={"raise_exception": refuse})
-        return compiled.render(messages=messages, add_generation_prompt=True, **names)
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        compiled = environment.from_string(template, globals=functions)
+        return compiled.render(messages=messages, tools=None, add_generation_prompt=True, **names)
+    except _FAILURES as error:
         raise DataError(
             f"the chat template of the checkpoint fails ({type(error).__name__}: {error}): answer "
             "prompts without it"
@@ -65,22 +69,24 @@ class Chat:
 
     def answer(self, text: str) -> Iterator[Event]:
         """The events of the assistant's answer to a message of the user. An answer that the caller
-        leaves early is as long as it was. Raises `UserError` for more tokens than `max_length`."""
-        self.messages.append({"role": "user", "content": text})
+        leaves early is as long as it was. Raises `UserError` for more tokens than `max_length`, and
+        then, or where the template fails, the message is none of the conversation."""
+        messages = [*self.messages, {"role": "user", "content": text}]
         tokenizer = self._tokenizer
         bos, eos = map(tokenizer.token, (tokenizer.bos_id, tokenizer.eos_id))
-        whole = rendered(self._template, self.messages, bos_token=bos, eos_token=eos)
+        spelled = [x | {"content": tokenizer.quoted(x["content"])} for x in messages]
+        whole = rendered(self._template, spelled, bos_token=bos, eos_token=eos)
         if not self._read or not whole.startswith(self._read):
             self._read = ""
             self._state = start_state(self._model, 1, max_length=self._max_length)
         new = tokenizer.encode_marked(whole.removeprefix(self._read))
         request = Request(tokens=new, begins_with_bos=False, **self._settings)
         generation = Generation(self._model, tokenizer, [request], state=self._state)
-        answer = ""
+        self.messages, answer = messages, ""
         try:
             for event in generation:
                 answer += event.text
                 yield event
         finally:
-            self._state, self._read = generation.state, whole + answer
+            self._state, self._read = generation.state, whole + tokenizer.quoted(answer)
             self.messages.append({"role": "assistant", "content": answer})

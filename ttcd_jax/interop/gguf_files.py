@@ -40,8 +40,10 @@ _IN_LAYER = {
 }
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _ROPE_FACTORS = "rope_freqs.weight"
-# Fields of an architecture that change what its layers compute.
-_REFUSED = ("expert_count", "attention.sliding_window", "attention.scale", "rope.scale_linear")
+# Fields of an architecture without effect here, and those that have none with another value than 0.
+_SILENT = {"vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned"}
+_NEUTRAL = {f"rope.scaling.{x}_factor": 1 for x in ("attn", "yarn_attn", "yarn_ext")}
+_NEUTRAL |= {"attention.causal": True, "split.count": 1}
 
 
 class _Tensor(NamedTuple):
@@ -72,6 +74,7 @@ class _Header:
         fields = [(self._name(), self._value(self._value(_SHORT))) for _ in range(num_fields)]
         tensors = [(self._name(), self._tensor()) for _ in range(num_tensors)]
         self.fields, self.tensors = dict(fields), dict(tensors)
+        self._used: set[str] = set()
         if len(self.fields) < num_fields or len(self.tensors) < num_tensors:
             self._fail("a name is there twice")
         self.architecture = self.get("general.architecture", str)
@@ -87,6 +90,7 @@ class _Header:
     def get(self, name: str, kind: type, default: Any = None) -> Any:
         """A field of this type. Raises `DataError` for one of another, and for one that is missing
         if there is no default."""
+        self._used.add(name)
         if (value := self.fields.get(name, default)) is None:
             self._fail(f"it has no {name}")
         is_number = type(value) in (int, float) and abs(value) < 3e38
@@ -97,6 +101,15 @@ class _Header:
 
     def setting(self, name: str, kind: type, default: Any = None) -> Any:
         return self.get(f"{self.architecture}.{name}", kind, default)
+
+    def check_all_used(self) -> None:
+        """Raises `DataError` for what a field of the architecture asks for and nothing has read."""
+        for name, value in self.fields.items():
+            own = name.removeprefix(f"{self.architecture}.")
+            if (own == name != "split.count") or name in self._used or own in _SILENT:
+                continue
+            if value != _NEUTRAL.get(own, 0):
+                raise DataError(f"{self.path}: {name}={str(value)[:80]} is not supported")
 
     def read(self, name: str) -> np.ndarray:
         shape, kind, start, size = self.tensors[name]
@@ -177,6 +190,7 @@ def open_gguf(path: Path, folder: Path) -> ImportedModel:
     """
     header = _Header(path)
     config, names = _config(header), header.their_names()
+    header.check_all_used()
     shapes = {theirs: header.tensors[names[theirs]].shape for theirs in sorted(names)}
     stored = {x: StoredTensor(path, np.dtype(np.float32), y) for x, y in shapes.items()}
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
@@ -201,9 +215,6 @@ def _config(header: _Header) -> dict[str, Any]:
     if architecture not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
         raise DataError(f"{path} is of architecture {architecture!r}, not of {known}")
-    for name in _REFUSED:
-        if (value := header.fields.get(f"{architecture}.{name}")) not in (None, 0, 1.0):
-            raise DataError(f"{path}: {architecture}.{name}={value} is not supported")
     heads, dim = setting("attention.head_count", int), setting("embedding_length", int)
     head_dim = setting("attention.key_length", int, dim // max(heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
@@ -234,25 +245,30 @@ def _config(header: _Header) -> dict[str, Any]:
 
 
 def _scaling(header: _Header, base: float, head_dim: int) -> dict[str, Any] | None:
-    """`rope_scaling`. Files have Llama 3's as divisors of the frequencies [head_dim / 2]: its
-    settings are found by trying lengths that are powers of two, else the file is refused."""
-    if _ROPE_FACTORS in header.tensors:
-        factors, keys = header.read(_ROPE_FACTORS).ravel(), ROPES["llama3"][1]
-        for length in (2**n for n in range(5, 20)):
-            settings = Llama3Config(factor=float(factors.max()), original_length=length)
-            ropes = RopeConfig(base=base), RopeConfig(base=base, llama3=settings)
-            plain, scaled = (pair_frequencies(rope, head_dim)[0] for rope in ropes)
-            if factors.shape == plain.shape and np.allclose(factors, plain / scaled, rtol=1e-4):
-                values = {theirs: getattr(settings, ours) for theirs, ours in keys.items()}
-                return {"rope_type": "llama3"} | values
-        raise DataError(f"{header.path}: {_ROPE_FACTORS} are not those of Llama 3")
-    if (kind := header.setting("rope.scaling.type", str, "none")) == "none":
-        return None
-    scaling = {"rope_type": kind, "factor": header.setting("rope.scaling.factor", float)}
+    """`rope_scaling`, as llama.cpp reads a file: a factor alone is linear. Files have Llama 3's as
+    divisors of the frequencies [head_dim / 2]: its settings are found by trying lengths that are
+    powers of two, else the file is refused."""
+    setting = header.setting
+    kind, length = setting("rope.scaling.type", str, "linear"), setting("context_length", int)
+    length = setting("rope.scaling.original_context_length", int, length)
+    scaling = {"rope_type": kind, "factor": setting("rope.scaling.factor", float, 1)}
     if kind == "yarn":
-        length = header.setting("rope.scaling.original_context_length", int)
         scaling["original_max_position_embeddings"] = length
-    return scaling
+        for name, default in (("beta_fast", 32), ("beta_slow", 1)):
+            scaling[name] = setting(f"rope.scaling.yarn_{name}", float, default)
+    is_scaled = kind != "none" and (kind, scaling["factor"]) != ("linear", 1)
+    if _ROPE_FACTORS not in header.tensors:
+        return scaling if is_scaled else None
+    factors, keys = header.read(_ROPE_FACTORS).ravel(), ROPES["llama3"][1]
+    for length in (2**n for n in range(5, 20)):
+        settings = Llama3Config(factor=float(factors.max()), original_length=length)
+        ropes = RopeConfig(base=base), RopeConfig(base=base, llama3=settings)
+        plain, scaled = (pair_frequencies(rope, head_dim)[0] for rope in ropes)
+        is_theirs = factors.shape == plain.shape and not is_scaled
+        if is_theirs and np.allclose(factors, plain / scaled, rtol=1e-4):
+            values = {theirs: getattr(settings, ours) for theirs, ours in keys.items()}
+            return {"rope_type": "llama3"} | values
+    raise DataError(f"{header.path}: {_ROPE_FACTORS} are not those of Llama 3 alone")
 
 
 def _texts(header: _Header) -> dict[str, str]:
@@ -272,17 +288,20 @@ def _texts(header: _Header) -> dict[str, str]:
     is_whole = len(kinds) == len(tokens) == len({*tokens}) and {*map(type, tokens)} == {str}
     if not is_whole or {*map(len, pairs)} - {2}:
         raise DataError(f"{header.path} has a damaged tokenizer: copy the file again")
-    names = {"bos": "bos", "eos": "eos", "pad": "padding", "eot": "eot"}
+    names = {"bos": "bos", "eos": "eos", "pad": "padding", "eot": "eot", "eom": "eom"}
     ids = {x: header.get(f"tokenizer.ggml.{name}_token_id", int, -1) for x, name in names.items()}
     ids = {role: token for role, token in ids.items() if 0 <= token < len(tokens)}
-    ends = [ids[role] for role in ("eos", "eot") if role in ids]
-    settings: dict[str, Any] = {f"{x}_token": tokens[ids[x]] for x in ids if x != "eot"}
-    settings["add_bos_token"] = header.get("tokenizer.ggml.add_bos_token", bool, False)
+    ends = {"eos_token_id": [ids[x] for x in ("eos", "eot", "eom") if x in ids]}
+    ends |= {"bos_token_id": ids["bos"]} if "bos" in ids else {}
+    named = [x for x in ("bos", "eos", "pad") if x in ids]
+    settings: dict[str, Any] = {f"{x}_token": tokens[ids[x]] for x in named}
+    begins = split == "llama-bpe"  # what llama.cpp does unless a file says otherwise
+    settings["add_bos_token"] = header.get("tokenizer.ggml.add_bos_token", bool, begins)
     texts = {"tokenizer.json": _tokenizer(header.path, split, tokens, kinds, pairs)}
     if template := header.get("tokenizer.chat_template", str, ""):
         texts["chat_template.jinja"] = template
     texts["tokenizer_config.json"] = json.dumps(settings, indent=1, ensure_ascii=False)
-    texts["generation_config.json"] = json.dumps({"eos_token_id": ends}, indent=1)
+    texts["generation_config.json"] = json.dumps(ends, indent=1)
     return texts
 
 
