@@ -258,7 +258,7 @@ def _parse_flags(
     except flags.Error as error:
         text = " ".join(str(error).split())
         if found := re.search(r"Flag --(\w+) must have a value other than None", text):
-            text = f"--{found[1]} is missing. {flags.FLAGS[found[1]].help}"
+            text = f"--{found[1]} is missing. {flags.FLAGS[found[1]].help.partition(';\n')[0]}"
         raise UserError(text) from None
     except SystemExit:
         # Only a help flag exits while flags are parsed, and absl calls that a failure.

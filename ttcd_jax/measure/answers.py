@@ -7,7 +7,6 @@ control, which has no memory and was trained on the same data.
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -184,12 +183,16 @@ def _sentence(measured: Measured, run: str, less: str, found: Differences) -> st
     sides = {x: judged(task, *y) for x, y in found.items() if x != "all"}
     if None in sides.values() or len(sides) < 2:
         return text
-    counts = Counter(sides.values())
+    found = {word: [str(x) for x in sides if sides[x] == side] for side, word in _WORDS}
     last = [*itertools.takewhile(lambda x: sides[x] == 1, [*sides][::-1])]
     start = last and re.match(r"(?:beyond )?(\d+)", str(last[-1]))
-    if start and len(sides) > len(last) == counts[1]:
+    if start and len(sides) > len(last) == len(found["better"]):
         return f"{text}, better from {start[1]} on ({_axis(task)})"
-    words = (f"{word} in {counts[x]} of {len(sides)} places" for x, word in _WORDS if counts[x])
+    words = (
+        f"{word} in {len(x)} of {len(sides)} ({', '.join([*x[:4], *['...'] * (len(x) > 4)])})"
+        for word, x in found.items()
+        if x
+    )
     return ", ".join([text, *words])
 
 

@@ -39,6 +39,7 @@ Classes = dict[str, type[Config]]
 Inherit = Callable[[str, dict[str, Any]], Config | None]
 
 _MAX_BYTES = 2**20  # of a file
+_TAKEN_BY = {"RunConfig": "launch", "StudyConfig": "study"}
 
 
 class Binding(NamedTuple):
@@ -226,6 +227,8 @@ def _check_names(bindings: Sequence[Binding], classes: Classes) -> None:
     for _, owner, field, value, where in bindings:
         mentions = _mentions(value)
         for name in [owner] * bool(field) + [x.selector for x in mentions if not _macro(x)]:
+            if name in _TAKEN_BY and name not in classes:
+                raise UserError(f"{where}: {name} is for ttcd {_TAKEN_BY[name]}, not this command")
             if name not in classes:
                 near = closest(name, [*classes]) or f"; known are {', '.join(sorted(classes))}"
                 raise UserError(f"{where}: no configuration class {name!r}{near} {OF_YOUR_OWN}")
