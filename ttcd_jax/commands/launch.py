@@ -52,12 +52,11 @@ flags.DEFINE_float(
 )
 flags.DEFINE_string("profile", None, "START:STOP, the steps to trace into RUN_DIR/profile.")
 
-_OF_A_PLAN = """Prints parameters, bytes of a device, and FLOPs of a run; trains and writes nothing.
+_OF_A_PLAN = """Prints parameters, bytes and FLOPs of a run, and trains nothing.
 
     ttcd plan --gin=quickstart.gin [--param='RunConfig.steps=20' ...] [--topology=h100x64]
 
-It compiles the step, for the devices here or for those of --topology, whose plan has the time of a
-step too. It is `ttcd launch --dry_run`, and takes the flags of launch.
+For the devices of --topology it says the time of a step too. It is `ttcd launch --dry_run`.
 """
 RESUME_ME = 75  # EX_TEMPFAIL
 

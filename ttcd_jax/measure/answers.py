@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ttcd_kernels.table import Row
 
 from ttcd_jax import units
+from ttcd_jax.errors import listed
 from ttcd_jax.measure.page import Answer
 from ttcd_jax.measure.pictures import is_off, stem_of
 from ttcd_jax.measure.task import Differences, Series, Task
@@ -188,11 +189,7 @@ def _sentence(measured: Measured, run: str, less: str, found: Differences) -> st
     start = last and re.match(r"(?:beyond )?(\d+)", str(last[-1]))
     if start and len(sides) > len(last) == len(found["better"]):
         return f"{text}, better from {start[1]} on ({_axis(task)})"
-    words = (
-        f"{word} in {len(x)} of {len(sides)} ({', '.join([*x[:4], *['...'] * (len(x) > 4)])})"
-        for word, x in found.items()
-        if x
-    )
+    words = (f"{y} in {len(x)} of {len(sides)} ({listed(x)})" for y, x in found.items() if x)
     return ", ".join([text, *words])
 
 
