@@ -1,7 +1,9 @@
 """Prints a script that completes commands, flags, recipes and tasks in a shell.
 
-source <(ttcd completion bash)      a line for ~/.bashrc
-source <(ttcd completion zsh)       for ~/.zshrc, after compinit if it is there
+    source <(ttcd completion bash)      a line for ~/.bashrc
+    source <(ttcd completion zsh)       for ~/.zshrc, after compinit if it is there
+
+A path is completed by the shell.
 """
 
 import re

@@ -8,11 +8,10 @@
 
 Text is the held-out part of the run's corpus, unless --text names other. A model with a memory is
 measured with its fast weights on and off (eta = 0). docs/evaluation.md describes every task.
-
 --param changes what needs no other parameters: windows, YaRN, options of the task
 (--param='Perplexity.seq_len=512' is --seq_len=512). Results go to eval/TASK in the run, those of a
-changed or labelled model to a folder next to it. An interrupted evaluation goes on; what was
-measured is not measured again. All devices are used; of several processes the first writes.
+changed or labelled model to a folder next to it. An interrupted evaluation goes on. All devices are
+used.
 """
 
 from absl import flags
