@@ -151,13 +151,13 @@ def test_the_page_and_the_command(tmp_path, monkeypatch):
         *line,
         f"--output={tmp_path / 'out'}",
         "--query=ab, ab",
-        "--query=b>",
+        f"--query={TEXTS[0] * 2}",
         "--max_tokens=30",
     )
     printed = output("inspect_text", *line)
     assert re.search(r"(?m)^no gap +\d", printed)
     assert "Who answered 'ab, ab', token" in printed
-    assert "Who answered 'b>', token 2\nnothing was read\n" in printed
+    assert f"Who answered {TEXTS[0] * 2!r}, token 1\nnothing was read\n" in printed
     page = (tmp_path / "out/index.html").read_text()
     assert "<svg" in page
     assert "&lt;" in page

@@ -184,12 +184,12 @@ def _sentence(measured: Measured, run: str, less: str, found: Differences) -> st
     sides = {x: judged(task, *y) for x, y in found.items() if x != "all"}
     if None in sides.values() or len(sides) < 2:
         return text
-    found = {word: [str(x) for x in sides if sides[x] == side] for side, word in _WORDS}
+    named = {word: [str(x) for x in sides if sides[x] == side] for side, word in _WORDS}
     last = [*itertools.takewhile(lambda x: sides[x] == 1, [*sides][::-1])]
     start = last and re.match(r"(?:beyond )?(\d+)", str(last[-1]))
-    if start and len(sides) > len(last) == len(found["better"]):
+    if start and len(sides) > len(last) == len(named["better"]):
         return f"{text}, better from {start[1]} on ({_axis(task)})"
-    words = (f"{y} in {len(x)} of {len(sides)} ({listed(x)})" for y, x in found.items() if x)
+    words = (f"{y} in {len(x)} of {len(sides)} ({listed(x)})" for y, x in named.items() if x)
     return ", ".join([text, *words])
 
 

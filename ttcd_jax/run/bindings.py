@@ -223,12 +223,13 @@ def _example(hint: Any) -> str:
 
 def _check_names(bindings: Sequence[Binding], classes: Classes) -> None:
     """Raises `UserError` for an unknown class, field or macro."""
+    for name, where in {x.owner: x.where for x in bindings if x.owner in _TAKEN_BY}.items():
+        if name not in classes:
+            raise UserError(f"{where}: {name} is for ttcd {_TAKEN_BY[name]}, not this command")
     macros = [binding.owner for binding in bindings if not binding.field]
     for _, owner, field, value, where in bindings:
         mentions = _mentions(value)
         for name in [owner] * bool(field) + [x.selector for x in mentions if not _macro(x)]:
-            if name in _TAKEN_BY and name not in classes:
-                raise UserError(f"{where}: {name} is for ttcd {_TAKEN_BY[name]}, not this command")
             if name not in classes:
                 near = closest(name, [*classes]) or f"; known are {', '.join(sorted(classes))}"
                 raise UserError(f"{where}: no configuration class {name!r}{near} {OF_YOUR_OWN}")
