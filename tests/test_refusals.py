@@ -240,6 +240,7 @@ LINES = [
     ("launch --param=TransformerConfig.dim=100000000", 6, "GiB per device"),
     ("launch --param=RecallConfig.num_slots=100000000000", 6, "--dry_run"),
     ("launch --gin=text.gin --param=TEXT='FOLDER'", 3, "FOLDER"),
+    ("launch --gin=text.gin", 3, """no file or folder at text: |--param="TEXT='PATH'\""""),
     (f"{PPL} --seq_len=-4", 2, "Perplexity.seq_len -4"),
     (f"{PPL} --seq_len=1000000000", 3, "1 .. 1048576"),
     (f"{PPL} --batch_size=1000000000", 2, "1 .. 65,536"),

@@ -8,8 +8,17 @@ import corpora
 import numpy as np
 import pytest
 from checks import refused
+from commands import ROOT
 
-from ttcd_jax.data.corpus import SPLITS, CorpusConfig, load_documents, manifest, stream_documents
+from ttcd_jax.data.corpus import (
+    MEASURED,
+    SPLITS,
+    CorpusConfig,
+    library,
+    load_documents,
+    manifest,
+    stream_documents,
+)
 from ttcd_jax.data.documents import Document
 from ttcd_jax.data.sources import check_unchanged
 from ttcd_jax.errors import DataError
@@ -172,6 +181,10 @@ def test_another_python_is_another_corpus_unless_its_library_is_the_same(stdlib)
     earlier = {name: now[name] for name in now if name != "python"}
     check(earlier)
     refused("(num_bytes: 1 -> ", check, earlier | {"num_bytes": 1, "sha256": "x"}, error=DataError)
+    assert ("not" in library(now)) == (now["python"] != MEASURED)
+    assert library(now | {"python": "3.1"}).endswith(f"3.1, not {MEASURED} as in the tables")
+    pages = (ROOT / name for name in ("README.md", "docs/running.md"))
+    assert all(f"Python {MEASURED}" in page.read_text() for page in pages)
     words = f"changed since|(python: 3.1 -> {now['python']})"
     refused(words, check, now | {"python": "3.1", "sha256": "x"}, error=DataError)
 

@@ -57,6 +57,7 @@ def _ttcd(*arguments, **options):
 
 
 def test_a_command_of_ttcd_is_the_module_of_that_name():
+    assert "\n    ttcd plan --gin=" in _ttcd("plan", "--help").stdout
     for name, module in (("launch", "launch"), ("prepare", "prepare_data"), ("study", "study")):
         assert _ttcd(name, "--help").stdout == commands.output(module, "--help")
     line = ("--gin=recall.gin", "--topology=absent")
@@ -76,6 +77,9 @@ def test_what_is_missing_or_misspelt_is_named():
             (("main", "xyz"), 2, "no command 'xyz'; there are launch, plan, "),
             (("main", "recipes", "quickstart", "zebra"), 2, "all of the words quickstart zebra"),
             (("launch",), 2, "--gin is missing. One of `ttcd recipes`, or a path."),
+            (("report",), 2, "JSON file of a benchmark; repeat.\n"),
+            (("launch", "--gin=study/small.gin"), 2, ":7: StudyConfig is for ttcd study"),
+            (("study", "--gin=recall.gin"), 2, "RunConfig is for ttcd launch"),
             (("launch", "--gin=recal.gin"), 2, "did you mean recall.gin?\n"),
             (("launch", "--gin=tiny.gin"), 2, "; `ttcd recipes` lists them"),
         ]

@@ -133,6 +133,9 @@ def test_lines_are_drawn_without_a_warning_and_replace_the_old_ones_when_whole(t
         warnings.simplefilter("error")  # of a legend that leaves no room, too
         _lines(path, series={f"{name} {run}": ([1, 2], [3.0, 2.0]) for run in range(24)})
         assert _height(path) == pytest.approx(252 + 23 * 0.2 * 72)
+        _lines(path, series={f"{name * 3} {run}": ([1, 2], [3.0, 2.0]) for run in range(5)})
+        assert _height(path) == pytest.approx(252 + 14 * 0.2 * 72)  # three lines of legend a name
+        assert all(float(x) > 0 for x in re.findall(r'x="(-?[\d.]+)"', path.read_text()))
         for points in (([], []), ([1024, 4096], [None, None]), ([0], [1.0])):
             _lines(path, series={"SWA": points})  # no point
         _lines(path)
@@ -217,7 +220,7 @@ def test_the_answer_is_what_the_records_say():
     assert [x.verdict for x in rest] == ["±:"]
     first, *_ = _answers(_losses(2, 2.2, 2.2), off, swa)
     assert first.verdict == "mine: worse than SWA; worse with its memory on than off."
-    assert "worse in 2 of 3 places" in first.text
+    assert "worse in 2 of 3 (32-63, 64-127)" in first.text
     first, alone, _ = _answers(off, off)
     assert first.verdict == "mine: no difference between its memory on and off is seen."
     assert (alone.verdict, alone.text[:5]) == ("No control here:", "mine.")
@@ -236,7 +239,7 @@ def test_an_answer_has_three_tasks_and_what_is_not_alike():
     other = Facts(**SWA | {"device": "gpu", "steps": 5})
     first, *_, last, _ = answers(tasks, {"mine": Facts(**MINE), "SWA": other})
     assert re.findall(r"Text \d|Detail", first.text) == ["Text 0", "Text 1", "Text 2"]
-    assert "on than off, better in 2 of 3 places." in first.text
+    assert "on than off, better in 2 of 3 (1-31, 64-127)." in first.text
     assert "times the tokens/s" not in first.text
     assert first.text.endswith("SWA was trained 5 steps, not 9.")
     assert "over seeds and documents," in last.text

@@ -1,9 +1,7 @@
 """The entry point of every command: flags, and one line and an exit status for a user's mistake.
 
-Exit status: 0 done, 2 to 6 a `UserError` (`ttcd_jax.errors`; 2 also for a kernel by name that
-cannot run here, a missing package and a file refused by the system, 6 for any full disk and
-exhausted memory), 130 interrupted, 141 standard output closed by its reader, 143 terminated, with
-the unfinished files removed. Any other exception keeps its traceback.
+Exit statuses are those of docs/errors.md; 2 also for a kernel by name that cannot run here, a
+missing package and a file refused by the system, 6 for any full disk and exhausted memory.
 """
 
 import ast
@@ -258,7 +256,7 @@ def _parse_flags(
     except flags.Error as error:
         text = " ".join(str(error).split())
         if found := re.search(r"Flag --(\w+) must have a value other than None", text):
-            text = f"--{found[1]} is missing. {flags.FLAGS[found[1]].help}"
+            text = f"--{found[1]} is missing. {flags.FLAGS[found[1]].help.partition(';\n')[0]}"
         raise UserError(text) from None
     except SystemExit:
         # Only a help flag exits while flags are parsed, and absl calls that a failure.

@@ -6,14 +6,10 @@ exports to the first and the last.
     ttcd convert export --format=huggingface|reference RUN_DIR PATH
                  [--step=N] [--dtype=float32|bfloat16|float16] [--memory=MEMORY]
 
-import: PATH is a folder with config.json and weights (.safetensors, one or several; .bin and .pt
-with torch installed), or a weight file next to a config.json. RUN_DIR is written tensor by tensor;
-it can then be evaluated, and a run can start from it (RunConfig.start_from). A tokenizer.json in
-PATH is copied. With --format=huggingface: a model of the families Llama (SmolLM2), Mistral, Qwen2
-or Qwen3, or an export of ours, with its special tokens, in the dtype of its files. PATH may also be
-OWNER/NAME[@REVISION] of the hub, which is read through its cache (HF_ENDPOINT, HF_HUB_OFFLINE).
-With --format=gguf: PATH is a file of llama.cpp of the architectures llama, qwen2 or qwen3, which is
-dequantized to float32; its tokenizer is imported if it is byte-level BPE of these families.
+import: PATH is a folder with config.json and weights (.safetensors; .bin and .pt with torch
+installed), a weight file next to a config.json, with --format=huggingface also
+OWNER/NAME[@REVISION] of the hub, with --format=gguf a file of llama.cpp. A tokenizer in PATH comes
+along. docs/checkpoints.md names the families of models, and how a run starts from RUN_DIR.
 
 export: writes such a folder from the newest step of a run whose method the reference, or
 transformers with the code that the folder then has, computes. An imported model is exported bit for

@@ -3,29 +3,15 @@
     ttcd evaluate --run_dir=DIR --task=NAME [--text=PATH] [--step=N] [--OPTION=VALUE ...]
                   [--param=TransformerConfig.window=8192 ...] [--label=NAME]
                   [--mesh=data=2,seq=2] [--distributed=slurm]
+    ttcd evaluate --help                   the tasks
     ttcd evaluate --task=NAME --help       the options of a task
-
-Of runs on text:
-    ppl           perplexity and bits per byte by the length of the context
-    final_block   perplexity of the last tokens of documents, by the context before them
-    position      loss by position
-    recurrence    loss on tokens that complete an n-gram seen before
-    ruler, babilong, harness   RULER, BABILong, tasks of lm-evaluation-harness
-    gap, stream   what a shorter window misses, and what a memory gives back; nothing is trained
-Of runs on evidence or recall:
-    evidence, recall   accuracy by the distance to the value
-    needle        accuracy after --distances=16,512 decoded tokens, or read ones (--by=prefill)
-Of memories:
-    controls      loss with the memory off, of another document, with shuffled keys, without a gap
-    distillation  how far the student is from the teacher, with the memory and without
 
 Text is the held-out part of the run's corpus, unless --text names other. A model with a memory is
 measured with its fast weights on and off (eta = 0). docs/evaluation.md describes every task.
-
 --param changes what needs no other parameters: windows, YaRN, options of the task
 (--param='Perplexity.seq_len=512' is --seq_len=512). Results go to eval/TASK in the run, those of a
-changed or labelled model to a folder next to it. An interrupted evaluation goes on; what was
-measured is not measured again. All devices are used; of several processes the first writes.
+changed or labelled model to a folder next to it. An interrupted evaluation goes on. All devices are
+used.
 """
 
 from absl import flags
@@ -80,10 +66,11 @@ def main(argv: list[str]) -> None:
             print(printable(f"written to {folder}"))
 
 
-def _options(arguments: list[str]) -> type[Config] | None:
+def _options(arguments: list[str]) -> type[Config] | str:
     from ttcd_jax.tasks import TASKS
 
-    return TASKS.get(FLAGS.task)
+    lines = [f"  {name:<14}{task.title}" for name, task in TASKS.items()]
+    return TASKS.get(FLAGS.task) or "\n".join(["\ntasks:", *lines, ""])
 
 
 if __name__ == "__main__":

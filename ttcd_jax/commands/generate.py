@@ -18,9 +18,8 @@ what the text left in the memory alone; every prompt begins with the sum of thos
 
 --chat: the model answers by the template of its checkpoint. Every --prompt_file is a message;
 without one, every line of standard input is, until an empty one. --special_tokens: in other prompts
-the name of a special token (<|im_end|>) is that token.
-
-Texts go to standard output, everything else to standard error.
+the name of a special token (<|im_end|>) is that token. Texts go to standard output, everything else
+to standard error.
 """
 
 import signal

@@ -2,9 +2,8 @@
 
     ttcd lm_eval --model ttcd_jax --model_args run_dir=DIR,step=N,batch_size=16 --tasks hellaswag
 
-`ttcd_lm_eval` is the same. The harness looks for models in its own registry only,
-so its command `lm_eval` has to be started here. All flags are the harness', and --import=MODULE: it
-imports a module of the run.
+`ttcd_lm_eval` is the same. All flags are the harness', and --import=MODULE: it imports a module of
+the run.
 """
 
 import inspect

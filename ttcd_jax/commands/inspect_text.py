@@ -5,8 +5,7 @@
     ttcd inspect --run_dir=DIR --text=FILE --output=DIR --stream_window=128
 
 Prints a row for every layer, the controls, and who answered each --query. index.html in --output
-has the text coloured by gain and by gate, how loud the memory is along the text, and who wrote what
-tokens read; arrays.npz has all numbers. --stream_window: a plain model is given a memory of its
+has the pictures, arrays.npz all numbers. --stream_window: a plain model is given a memory of its
 stream, untrained. docs/inspect.md says what the numbers mean.
 """
 
@@ -62,7 +61,8 @@ def main(argv: list[str]) -> None:
     for title, rows in tables.items():
         print(f"{title}\n{format_table(rows)}\n")
     for query, answer in zip(FLAGS.query, answers, strict=True):
-        print(f"Who answered {query!r}, token {answer.token}\n{format_table(answer.table())}\n")
+        writers = format_table(answer.table()) or "nothing was read"
+        print(f"Who answered {query!r}, token {answer.token}\n{writers}\n")
     folder = storage.to_path(FLAGS.output)
     _write(seen, tables, answers, folder)
     print(printable(f"page {folder / 'index.html'}, arrays {folder / 'arrays.npz'}"))

@@ -6,7 +6,6 @@ run.
                 [--dry_run | --rehearse [--topology=h100x64]]
                 [--distributed=slurm] [--hang_seconds=60]
                 [--profile=START:STOP]
-    ttcd plan --gin=quickstart.gin       parameters, bytes, FLOPs (launch --dry_run)
 
 SIGTERM, SIGHUP or Ctrl-C finishes the step, saves, and exits with status 75: the same command
 resumes, on any number of devices. A second Ctrl-C exits at once. SIGUSR1 saves after the step,
@@ -53,6 +52,12 @@ flags.DEFINE_float(
 )
 flags.DEFINE_string("profile", None, "START:STOP, the steps to trace into RUN_DIR/profile.")
 
+_OF_A_PLAN = """Prints parameters, bytes and FLOPs of a run, and trains nothing.
+
+    ttcd plan --gin=quickstart.gin [--param='RunConfig.steps=20' ...] [--topology=h100x64]
+
+For the devices of --topology it says the time of a step too. It is `ttcd launch --dry_run`.
+"""
 RESUME_ME = 75  # EX_TEMPFAIL
 
 
@@ -128,4 +133,5 @@ def _plan(config: Any, run_dir: Any) -> None:
 
 
 if __name__ == "__main__":
+    __doc__ = _OF_A_PLAN if "--dry_run" in sys.argv else __doc__  # for --help
     cli.run(main, options=cli.recipe_options)

@@ -31,9 +31,8 @@ its cache (or CACHE) and read as --input, or one of
 neither cut nor joined to another; the run's seq_len is their length, or less by one. The documents
 in a row are one: MDS columns of their positions, such as ProLong's `indices`, are ignored.
 
-FOLDER appears when it is complete, and is the same for any number of processes. A command that was
-stopped or killed leaves the hidden folder .FOLDER.unfinished: repeat it, and it tokenizes the rest
-only. --verify reads every file of a FOLDER.
+FOLDER appears when it is complete, and is the same for any number of processes. A stopped command
+leaves .FOLDER.unfinished: repeat it, and it tokenizes the rest. --verify reads all of a FOLDER.
 """
 
 import itertools

@@ -24,6 +24,8 @@ MAX_TEXT_BYTES = 2**30  # of one split in memory
 # Installed packages and test suites differ between installations of one Python release.
 LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
+MEASURED = "3.12.1"  # the Python whose library the tables of README are of
+_OF_A_RECIPE = """(in a recipe --param="TEXT='PATH'" or "BOOKS='PATH'")"""
 _CLAIM = {"lock", "environment.json", "data.json", "config.gin"}  # of a run that starts
 _BELOW = Bound(
     "a pattern below path, such as **/*.txt",
@@ -95,6 +97,14 @@ def manifest(config: CorpusConfig, documents: Iterable[Document]) -> dict[str, A
     """The manifest of the documents for a run directory, ready for JSON."""
     python = {} if config.path else {"python": platform.python_version()}
     return {"kind": config.kind} | python | Census(documents).summary()
+
+
+def library(manifest: dict[str, Any]) -> str:
+    """What a run says of the standard library that it reads; nothing of another text."""
+    if (version := manifest.get("python")) is None:
+        return ""
+    other = "" if version == MEASURED else f", not {MEASURED} as in the tables"
+    return f"text: {manifest['num_documents']} modules of Python {version}{other}"
 
 
 def _name_bytes(document: Document) -> bytes:
@@ -199,7 +209,7 @@ def _input_files(
     path, num_held_out = Path(config.path), config.validation_files
     has_splits = all((path / split).is_dir() for split in SPLITS)
     if not (path.is_file() or path.is_dir() or path.is_fifo()):  # but a device
-        raise DataError(f"no file or folder at {path}: give the path of the text")
+        raise DataError(f"no file or folder at {path}: give the path of the text {_OF_A_RECIPE}")
     if num_held_out and (has_splits or not path.is_dir()):
         raise DataError(f"{path} has no files to hold out: it is one file or has its own splits")
     if has_splits:

@@ -7,13 +7,13 @@ control, which has no memory and was trained on the same data.
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ttcd_kernels.table import Row
 
 from ttcd_jax import units
+from ttcd_jax.errors import listed
 from ttcd_jax.measure.page import Answer
 from ttcd_jax.measure.pictures import is_off, stem_of
 from ttcd_jax.measure.task import Differences, Series, Task
@@ -184,12 +184,12 @@ def _sentence(measured: Measured, run: str, less: str, found: Differences) -> st
     sides = {x: judged(task, *y) for x, y in found.items() if x != "all"}
     if None in sides.values() or len(sides) < 2:
         return text
-    counts = Counter(sides.values())
+    named = {word: [str(x) for x in sides if sides[x] == side] for side, word in _WORDS}
     last = [*itertools.takewhile(lambda x: sides[x] == 1, [*sides][::-1])]
     start = last and re.match(r"(?:beyond )?(\d+)", str(last[-1]))
-    if start and len(sides) > len(last) == counts[1]:
+    if start and len(sides) > len(last) == len(named["better"]):
         return f"{text}, better from {start[1]} on ({_axis(task)})"
-    words = (f"{word} in {counts[x]} of {len(sides)} places" for x, word in _WORDS if counts[x])
+    words = (f"{y} in {len(x)} of {len(sides)} ({listed(x)})" for y, x in named.items() if x)
     return ", ".join([text, *words])
 
 

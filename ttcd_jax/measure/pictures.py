@@ -73,6 +73,7 @@ MAX_MARKED_POINTS = 40
 MAX_LABELLED_BARS = 12
 MAX_LETTERS = 45  # of level names along the x axis
 _LABEL_WIDTH = 17  # letters at the end of a line
+_LEGEND_WIDTH = 70  # letters of a line of the legend
 
 
 class Picture(NamedTuple):
@@ -294,9 +295,10 @@ def _save_picture(
         if len(labels) > (chance is None):
             columns = max(1, min(len(labels), 62 // (max(map(len, labels)) + 6)))
             look = {"ncols": columns, "frameon": False, "fontsize": 9}
+            labels = [textwrap.fill(label, _LEGEND_WIDTH) for label in labels]
             figure.legend(handles, labels, loc="outside lower center", **look)
-            lines_below = -(-len(labels) // columns) - 1
-            figure.set_figheight(figure.get_figheight() + 0.2 * max(0, lines_below))
+            lines = -(-sum(label.count("\n") + 1 for label in labels) // columns)
+            figure.set_figheight(figure.get_figheight() + 0.2 * (lines - 1))
 
     save_figure(path, fill, size=SIZE, titles=titles)
 

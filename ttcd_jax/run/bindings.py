@@ -39,6 +39,7 @@ Classes = dict[str, type[Config]]
 Inherit = Callable[[str, dict[str, Any]], Config | None]
 
 _MAX_BYTES = 2**20  # of a file
+_TAKEN_BY = {"RunConfig": "launch", "StudyConfig": "study"}
 
 
 class Binding(NamedTuple):
@@ -222,6 +223,9 @@ def _example(hint: Any) -> str:
 
 def _check_names(bindings: Sequence[Binding], classes: Classes) -> None:
     """Raises `UserError` for an unknown class, field or macro."""
+    for name, where in {x.owner: x.where for x in bindings if x.owner in _TAKEN_BY}.items():
+        if name not in classes:
+            raise UserError(f"{where}: {name} is for ttcd {_TAKEN_BY[name]}, not this command")
     macros = [binding.owner for binding in bindings if not binding.field]
     for _, owner, field, value, where in bindings:
         mentions = _mentions(value)

@@ -257,7 +257,7 @@ def write_report(
     sections = [*story, *others, *training]
     write_page(
         path,
-        title=" and ".join(known) or "Measurements",
+        title=(" and ".join(known) or "Measurements") if len(known) < 5 else f"{len(known)} runs",
         runs=first_columns(runs),
         colours=colours,
         sections=[*sections, *([settings_section(runs)] if runs else [])],

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 
 from ttcd_jax import storage
 from ttcd_jax.allocation import return_freed_memory
+from ttcd_jax.data.corpus import library
 from ttcd_jax.data.pipeline import MakeBatches, StepBatches
 from ttcd_jax.errors import CheckpointError, NonFiniteError, UserError
 from ttcd_jax.files import sha256
@@ -99,8 +100,8 @@ def train_run(
             seen = {x.name: sha256(x) for x in directory.path.glob("*.json")}
             agree("run directory", seen, watchdog.save_seconds)
             for part in manifest.get("parts", [manifest]):
-                if "python" in part:
-                    say(f"text: {part['num_documents']} modules of Python {part['python']}")
+                if line := library(part):
+                    say(line)
             calls = on_metrics, trackers
             return _train(config, directory, program, watchdog, data, *calls, profile)
 

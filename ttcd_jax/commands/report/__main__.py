@@ -6,8 +6,7 @@
 The page shows everything that was measured of the runs: their evaluations, comparisons of two of
 their variants, training curves and speed; of folders of MAD sweeps, their scores; of JSON files of
 benchmarks, checks of kernels and the proposition, their tables. Numbers of the paper are set apart.
-Runs that were evaluated on the same task share tables and pictures. A method has one colour on the
-whole page, and its runs have shades of it.
+Runs that were evaluated on the same task share tables and pictures.
 """
 
 from pathlib import Path
