@@ -64,7 +64,7 @@ def test_a_comparison_finds_what_is_wrong(monkeypatch):
 def test_times_are_those_of_both_directions_and_over_xlas(monkeypatch):
     """Of what refuses, was lost or does not fit a note."""
     case = SHAPES["tiny"][0]
-    sound = {x: attention.implementations(case)[x] for x in ("xla", "xla two calls")}
+    sound = {x: attention.implementations(case)[x] for x in ("xla", "lse")}
     everything = sound | {"cudnn": refuses, "other": refuses}
     monkeypatch.setattr(attention, "implementations", lambda case: everything)
     names = {"op": ["dual_window"], "shapes": "tiny", "case": [case.name], "implementation": sound}
@@ -79,7 +79,10 @@ def test_times_are_those_of_both_directions_and_over_xlas(monkeypatch):
         assert all(row[x] > 0 for x in ("time ms", "Tflop/s", "TB/s", "% of floor", "temp MiB"))
         assert row["/ xla"] == row["time ms"] / table[row["pass"] != "forward"]["time ms"]
     assert [row["note"] for row in table[4:]] == [NOTES["peer"]] * 2 + ["failed: no result"]
-    assert all(row.get("time ms") is row["/ xla"] is None for row in table[4:])
+    assert all(row["time ms"] is row["/ xla"] is None for row in table[4:])
+    report = bench.tables([*rows, lost, lost | {"step": "check"}])
+    assert report["ceilings"]["flops_per_second"] > 0
+    assert report["ops"]["dual_window"]["rows"] == table
     monkeypatch.setattr(measure, "usable_bytes", lambda: 1000)
     for row in bench.shown([jobs[0]._asdict() | bench.measured(jobs[0])]):
         assert row["time ms"] is row["/ xla"] is None

@@ -35,7 +35,7 @@ _MODELS = ("ipttcd_760m.gin", "swa_760m.gin")
 _LATER = 75  # what is measured is saved: run it again
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None, steps: Sequence[str] = ()) -> None:
     parser = ArgumentParser(description="A GPU's first half hour.", allow_abbrev=False)
     parser.add_argument("--op", choices=OPS, nargs="+", default=[*OPS], help="kernels of these ops")
     parser.add_argument("--implementation", nargs="+", default=[*GPU_KERNELS], help="which")
@@ -45,7 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--case", nargs="+", default=[], help="names in the set")
     parser.add_argument("--minutes", type=float, default=math.inf, help="none is started after")
     parser.add_argument("--timeout", type=float, help="seconds of a process (default: by step)")
-    parser.add_argument("--steps", choices=STEPS, nargs="+", default=[*STEPS], help="which")
+    default = steps or [*STEPS]
+    parser.add_argument("--steps", choices=STEPS, nargs="+", default=default, help="which")
     parser.add_argument("--job", nargs=len(Job._fields), help=argparse.SUPPRESS)  # in a process
     options = parser.parse_args(arguments)
     if options.job:  # no device is touched but by the job
@@ -53,6 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     _check(parser, options)
     store, lines = Store(parser, options.output, options.minutes), []
+    store.tables = bench.tables
     jobs = {name: STEPS[name].jobs(options) for name in options.steps}
     for name, wanted in jobs.items():
         step = STEPS[name]
@@ -115,8 +117,8 @@ class Step(NamedTuple):
     measured: Callable[[Job], Row]
     seconds: int
     at_once: Callable[[Job], int] = lambda job: 1
-    shown: Callable[[Sequence[Row]], list[Row]] = _shown
-    advice: Callable[[Sequence[Row]], list[str]] = lambda rows: []
+    shown: Callable[[list[Row]], list[Row]] = _shown
+    advice: Callable[[list[Row]], list[str]] = lambda rows: []
 
 
 def _memcheck_jobs(options: Namespace) -> list[Job]:

@@ -6,7 +6,6 @@ least arithmetic or the least memory traffic, whichever is longer, at this devic
 ceilings.
 """
 
-import runpy
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -51,7 +50,8 @@ def measured(job: Job) -> Row:
             f"{name} % of floor": over(100 * floor, seconds),
             f"{name} temp MiB": over(temp_bytes, MIB),
         }
-    return found | {"note": " ".join(dict.fromkeys(note for _, note in known.values() if note))}
+    note = " ".join(dict.fromkeys(note for _, note in known.values() if note))
+    return found | {"ceilings": ceilings._asdict(), "note": note}
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
@@ -61,6 +61,7 @@ def shown(rows: Sequence[Row]) -> list[Row]:
         names = [x.removesuffix(UNIT) for x in row if x.endswith(UNIT)]
         for name in names or [""]:  # none of what was lost
             line = {"case": row["case"], "pass": name, "implementation": row["implementation"]}
+            line["time ms"] = None
             own = [x for x in row if x.startswith(f"{name} ")]
             line |= {x.removeprefix(f"{name} "): row[x] for x in own}
             both = (x.get(f"{name}{UNIT}") for x in (row, base.get(row["case"], {})))
@@ -68,7 +69,16 @@ def shown(rows: Sequence[Row]) -> list[Row]:
     return table
 
 
+def tables(rows: Sequence[Row]) -> Row:
+    """What a report shows of its rows of this step: the ceilings, and the table of each op."""
+    timed = [row for row in rows if row["step"] == "times"]
+    of_ops = {x: {"rows": shown([row for row in timed if row["op"] == x])} for x in OPS}
+    ceilings = [row["ceilings"] for row in timed if "ceilings" in row]
+    return {"ceilings": ceilings[-1], "ops": of_ops} if ceilings else {}
+
+
 if __name__ == "__main__":
+    from experiments.studies.kernels.__main__ import main
+
     # --times_only: errors are always those of the step `check`, as scripts could choose before.
-    sys.argv[1:] = ["--steps", "times", *(x for x in sys.argv[1:] if x != "--times_only")]
-    runpy.run_module("experiments.studies.kernels", run_name="__main__")
+    main([x for x in sys.argv[1:] if x != "--times_only"], ["times"])

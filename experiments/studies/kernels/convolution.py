@@ -15,13 +15,8 @@ from experiments.studies.kernels.programs import Work
 
 INPUTS = 4  # z of teacher and student, taps of both
 NAMES = (
-    "difference",
-    "target",
-    "key",
-    "dz_teacher",
-    "dz_student",
-    "d_teacher_taps",
-    "d_student_taps",
+    *("difference", "target", "key", "dz_teacher", "dz_student"),
+    *("d_teacher_taps", "d_student_taps"),
 )
 
 
@@ -36,32 +31,39 @@ class Case(NamedTuple):
     num_taps: int = 5
     is_causal: bool = False
     normalizes_keys: bool = True
-    has_documents: bool = False  # three in every chunk
+    has_documents: bool = False  # in every chunk others
     dtype: str = "bfloat16"
     rounds: int = 5
     num_compared: None = None  # all
+    size: float = 1.0  # that z and taps are multiplied by
+    zero_slope: float = 1.0
 
     @property
     def ids(self) -> np.ndarray | None:
-        row = np.arange(self.chunk_size, dtype=np.int32) * 3 // self.chunk_size
-        shape = self.batch, self.num_chunks, self.chunk_size
-        return np.broadcast_to(row, shape) if self.has_documents else None
+        chunk = np.arange(self.batch * self.num_chunks).reshape(self.batch, -1, 1)
+        ids = (np.arange(self.chunk_size, dtype=np.int32) + 5 * chunk) * 3 // self.chunk_size
+        return ids if self.has_documents else None
 
 
-# Odd lengths and widths, chunks longer than a program's span, keys as they are.
+# Odd lengths and widths, chunks longer than a program's span, keys as they are. Once: norms on both
+# sides of the smallest.
 _CHECK = (
     Case("2 x 3 x 67 F40, 5 taps", 2, 3, 67, 40),
     Case("1 x 2 x 301 F257, 3 causal taps", 1, 2, 301, 257, 3, is_causal=True),
     Case("1 x 2 x 130 F1536, 8 taps, keys as they are", 1, 2, 130, 1536, 8, normalizes_keys=False),
 )
+_SMALL = _CHECK[0]._replace(name="2 x 3 x 67 F40, norms of 1e-6", size=2.6e-4, zero_slope=3.0)
 SHAPES: dict[str, tuple[Case, ...]] = {
     "tiny": (Case("2 x 3 x 16 F8, 3 taps", 2, 3, 16, 8, 3, dtype="float32", rounds=3),),
     "cpu": (Case("4 x 256 F1408, 5 taps", 1, 4, 256, 1408, dtype="float32", rounds=3),),
     "paper": (Case("760M: 32 x 1024 F4096, 5 taps", 1, 32, 1024, 4096),),
     "more": (),
-    "check": tuple(
-        case._replace(name=case.name + " documents" * ids, dtype=dtype, has_documents=ids)
-        for case, dtype, ids in itertools.product(_CHECK, launch.DTYPES, (False, True))
+    "check": (
+        *(
+            case._replace(name=case.name + " documents" * ids, dtype=dtype, has_documents=ids)
+            for case, dtype, ids in itertools.product(_CHECK, launch.DTYPES, (False, True))
+        ),
+        _SMALL._replace(dtype="float32"),
     ),
 }
 
@@ -78,20 +80,27 @@ def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
 def expected(case: Case, operands: Sequence[jax.Array]) -> dict[str, np.ndarray]:
     """All results and gradients by name."""
     arrays = [np.asarray(x).astype(np.float64) for x in operands]
+    inputs = (case.size * x for x in arrays[:INPUTS])
     before = case.num_taps - 1 if case.is_causal else case.num_taps // 2
+    facts: Any = {"normalizes": case.normalizes_keys, "zero_slope": case.zero_slope}
     results = definition.short_conv_residual(
-        *arrays, ids=case.ids, before=before, normalizes=case.normalizes_keys
+        *inputs, *arrays[INPUTS:], ids=case.ids, before=before, **facts
     )
-    return dict(zip(NAMES, results, strict=True))
+    gradients = (case.size * x for x in results[3:])
+    return dict(zip(NAMES, (*results[:3], *gradients), strict=True))
 
 
 def implementations(case: Case) -> dict[str, Callable[..., Any]]:
     """(z_teacher, z_student, teacher_taps, student_taps) -> (difference, target, key)."""
     options: Any = {"is_causal": case.is_causal, "normalizes_keys": case.normalizes_keys}
     options["segment_ids"] = None if case.ids is None else jnp.asarray(case.ids)
+    residual = functools.partial(short_conv_residual, **options, zero_slope=case.zero_slope)
+
+    def run(name: Any, *operands: jax.Array) -> Any:
+        return residual(*(case.size * x for x in operands), implementation=name)
+
     has_triton = short_conv_call.unsupported(*operand_shapes(case)[:4], None) is None
-    names = ("xla", "triton") if has_triton else ("xla",)
-    return {x: functools.partial(short_conv_residual, **options, implementation=x) for x in names}
+    return {x: functools.partial(run, x) for x in ("xla", "triton")[: 1 + has_triton]}
 
 
 def work(case: Case, direction: str) -> Work:

@@ -32,6 +32,7 @@ class Case(NamedTuple):
     student_window: int
     num_slots: int | None = None  # None: as many as the teacher's window
     first_position: int = 100_000  # far beyond any window
+    scale: float | None = None
     dtype: str = "bfloat16"
     rounds: int = 5
     num_compared: None = None  # all
@@ -42,15 +43,16 @@ class Case(NamedTuple):
 
     @property
     def windows(self) -> Windows:
-        return Windows(self.teacher_window, self.student_window, self.head_dim**-0.5)
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        return Windows(self.teacher_window, self.student_window, scale)
 
 
 _CHECK = (
     Case("300/100 H16/8 D128, 517 slots", 3, 16, 8, 128, 300, 100, num_slots=517),
-    Case("1000/999 H17 of one kv head D64", 2, 17, 1, 64, 1000, 999, dtype="float16"),
+    Case("5000/4999 H17 of one kv head D64", 2, 17, 1, 64, 5000, 4999),  # merged in several steps
     Case("256/256 H6/2 D32", 4, 6, 2, 32, 256, 256),
     # A row that waits, the first position, ...
-    Case("300/1 H24 D64, beginning", 9, 24, 24, 64, 300, 1, first_position=-7, dtype="float32"),
+    Case("300/1 H24 D64, beginning", 9, 24, 24, 64, 300, 1, first_position=-7),
     Case("300/100 H6/2 D80", 3, 6, 2, 80, 300, 100),
     Case("256/256 H8 D96, 400 slots", 2, 8, 8, 96, 256, 256, num_slots=400),
 )
@@ -65,7 +67,11 @@ SHAPES: dict[str, tuple[Case, ...]] = {
         *(Case(f"B{n} 8192/4096 H16/8 D128", n, 16, 8, 128, 8192, 4096) for n in (1, 64)),
         *(Case(f"B{n} 2048/1024 H24 D64", n, 24, 24, 64, 2048, 1024) for n in (1, 8, 64)),
     ),
-    "check": tuple(case._replace(dtype=dtype) for case in _CHECK for dtype in launch.DTYPES),
+    "check": (
+        *(case._replace(dtype=dtype) for case in _CHECK for dtype in launch.DTYPES),
+        # The order of scores turned round, and exponentials that overflow.
+        Case("300/100 H6/2 D64, scale -4", 3, 6, 2, 64, 300, 100, scale=-4.0),
+    ),
 }
 
 
@@ -87,19 +93,20 @@ def expected(case: Case, operands: Sequence[jax.Array]) -> dict[str, np.ndarray]
 def implementations(case: Case) -> dict[str, Callable[..., Any]]:
     """(q, k_cache, v_cache) -> (teacher, student, teacher lse, student lse); of JAX outputs."""
     teacher, student = windows = case.teacher_window, case.student_window
-    options: Any = {"teacher_window": teacher, "student_window": student}
+    options: Any = {"teacher_window": teacher, "student_window": student, "scale": case.scale}
     dual = functools.partial(decode_attention_with_lse, position=case.positions, **options)
 
     def twice(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> tuple[jax.Array, ...]:
         """JAX's attention, one masked call per window."""
         visible = (visible_slots(case.positions, k_cache.shape[1], w) for w in windows)
-        attend: Any = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+        options: Any = {"implementation": "xla", "scale": case.scale}
+        attend: Any = functools.partial(jax.nn.dot_product_attention, **options)
         return tuple(
             attend(q[:, None], k_cache, v_cache, mask=x[:, None, None])[:, 0] for x in visible
         )
 
     has_triton = triton_call.unsupported(*operand_shapes(case)) is None
-    names = ("xla", "triton") if has_triton else ("xla",)
+    names = ("xla", "triton")[: 1 + has_triton]
     functions = {name: functools.partial(dual, implementation=name) for name in names}
     return functions | {"jax.nn twice": twice}
 

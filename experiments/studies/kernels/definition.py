@@ -76,6 +76,7 @@ def short_conv_residual(
     ids: Int[np.ndarray, "B C L"] | None,
     before: int,
     normalizes: bool,
+    zero_slope: float = 1.0,
 ) -> Arrays:
     """(difference, target, key), and the gradients of z and taps, teacher's first: tap r of a token
     is `before` - r tokens earlier."""
@@ -100,8 +101,9 @@ def short_conv_residual(
     key, d_student = student, d_key
     if normalizes:
         norm = np.linalg.norm(student, axis=-1, keepdims=True)
-        key = student / norm
-        d_student = (d_key - key * (key * d_key).sum(-1, keepdims=True)) / norm
+        key = student / np.maximum(norm, 1e-6)
+        across = d_key - key * (key * d_key).sum(-1, keepdims=True)
+        d_student = np.where(norm > 1e-6, across / np.maximum(norm, 1e-6), zero_slope * d_key)
     dz_teacher, d_teacher_taps = pulled(z_teacher, teacher_taps, d_difference + d_target)
     dz_student, d_student_taps = pulled(z_student, student_taps, d_student - d_difference)
     return target - student, target, key, dz_teacher, dz_student, d_teacher_taps, d_student_taps

@@ -58,7 +58,9 @@ def surroundings() -> dict[str, Any]:
 
 class Store(dict[Job, Row]):
     """The rows of these surroundings by job, those of others only kept in the file; without a file
-    they are in this process alone."""
+    they are in this process alone. `tables`: what else the file has, from these rows."""
+
+    tables: Callable[[list[Row]], Row] = staticmethod(lambda rows: {})
 
     def __init__(self, parser: ArgumentParser, file: Path | None, minutes: float) -> None:
         """No process is started after so many minutes. Ends the command if the file is damaged."""
@@ -113,8 +115,9 @@ class Store(dict[Job, Row]):
             name: ", ".join(dict.fromkeys(str(facts.get(name)) for facts in self._seen.values()))
             for name in ("device", "commit")
         }
-        report = {"environment": all_of, "surroundings": self._seen}
-        write_json(report | {"rows": [*self._others, *self.values()]}, self._file)
+        rows = [*self.values()]
+        report = {"environment": all_of, "surroundings": self._seen} | self.tables(rows)
+        write_json(report | {"rows": [*self._others, *rows]}, self._file)
 
     def _row(self, job: Job, seconds: float) -> Row | None:
         left = self._until - time.monotonic()

@@ -1,46 +1,38 @@
 """Time of the Triton kernels by tile, each kernel alone: `python -m ttcd_kernels.tune`, the step
-`tiles` of experiments/studies/kernels.
-
-The fastest belong in the op's `tuning.py`. One kernel is varied at a time. Processes compile at the
-same time (jax-triton keeps nothing that it compiles on disk), and time in turn.
-"""
+`tiles` of experiments/studies/kernels. The fastest belong in the op's `tuning.py`."""
 
 import itertools
-import runpy
-import signal
-import sys
+import math
+import operator
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from ttcd_kernels import launch, measure
-from ttcd_kernels.measure import MILLISECOND, Row, over
+from ttcd_kernels.measure import Row, over
 
 from experiments.studies.kernels import cases, programs
-from experiments.studies.kernels.cases import OPS
 from experiments.studies.kernels.runner import Job
 
 TABLE = "the table's"
 _GAIN = 0.97  # of the table's time: less is not noise
-_TIMING = 30  # seconds after which a launch hangs
+_KERNEL = operator.itemgetter("op", "case", "implementation")
 
 
 def jobs(options: Namespace) -> list[Job]:
-    """All tiles: the table's of every kernel, then the candidates of the kernels in turn: if time
-    runs out, some of each are measured. None of Mosaic's, whose blocks are not varied."""
+    """The table's tile of every kernel, then the candidates of the kernels in turn: if time runs
+    out, some of each are measured. None of Mosaic's, whose blocks are not varied."""
     found = []
     for op, case in cases.chosen(options) if "triton" in options.implementation else ():
-        if not hasattr(OPS[op], "tuning"):
-            continue
-        by_kernel = [
-            [
+        if tuning := getattr(cases.OPS[op], "tuning", None):
+            table = table_of(cases.OPS[op], case)._asdict()
+            tried = (dict.fromkeys((best, *tuning.CANDIDATES[x])) for x, best in table.items())
+            found += [
                 Job("tiles", op, case.name, case.dtype, kernel, ",".join(map(str, tile)))
-                for tile in dict.fromkeys((best, *OPS[op].tuning.CANDIDATES[kernel]))
+                for tiles in itertools.zip_longest(*tried)
+                for kernel, tile in zip(table, tiles, strict=True)
+                if tile
             ]
-            for kernel, best in table_of(OPS[op], case)._asdict().items()
-        ]
-        found += filter(None, itertools.chain(*itertools.zip_longest(*by_kernel)))
     return found
 
 
@@ -52,50 +44,40 @@ def table_of(op: Any, case: Any) -> Any:
 
 def measured(job: Job) -> Row:
     """The time of a tile, while no other process of this user times one."""
-    op, case = OPS[job.op], cases.case_of(job)
+    op, case = cases.OPS[job.op], cases.case_of(job)
     best = getattr(table_of(op, case), job.implementation)
     tile = type(best)(*map(int, job.tile.split(",")))
     function, shapes = op.alone(case, job.implementation, tile)
     known, calls = programs.ready({job: function}, shapes)
-    row: Row = {"ms": None, "note": known[job][1] or TABLE * (tile == best)}
     with programs.turn():
-        signal.alarm(_TIMING)
         seconds = measure.median_seconds(calls, case.rounds)
-        signal.alarm(0)
-    return row | {"ms": over(seconds.get(job), MILLISECOND)}
+    note = known[job][1] or TABLE * (tile == best)
+    return {"ms": over(seconds.get(job), measure.MILLISECOND), "note": note}
 
 
-def _by_kernel(rows: Sequence[Row]) -> Iterator[tuple[float | None, list[Row]]]:
-    """Of each kernel and case the milliseconds of the table's tile, if that was timed, and all
-    rows, the fastest first."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["op"], row["case"], row["implementation"]), []).append(row)
-    for group in groups.values():
-        group.sort(key=lambda row: row.get("ms") or float("inf"))
-        yield next((row.get("ms") for row in group if row["note"] == TABLE), None), group
-
-
-def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Table rows, the fastest tile of each kernel first."""
+def ranked(rows: list[Row]) -> list[Row]:
+    """Table rows, the fastest tile of each kernel first, beside the time of the table's."""
+    base = {_KERNEL(x): x.get("ms") for x in rows if x["note"] == TABLE}
     return [
-        {"case": row["case"], "kernel": row["implementation"], "tile": row["tile"]}
-        | {"time ms": row.get("ms"), "/ table": over(row.get("ms"), base), "note": row["note"]}
-        for base, group in _by_kernel(rows)
-        for row in group
+        dict(zip(("op", "case", "kernel"), _KERNEL(x), strict=True))
+        | {"tile": x["tile"], "time ms": x.get("ms")}
+        | {"/ table": over(x.get("ms"), base.get(_KERNEL(x))), "note": x["note"]}
+        for x in sorted(rows, key=lambda x: (_KERNEL(x), x.get("ms") or math.inf))
     ]
 
 
-def advice(rows: Sequence[Row]) -> list[str]:
+def advice(rows: list[Row]) -> list[str]:
     """What to change in the tables of tiles."""
+    kernels = itertools.groupby(ranked(rows), operator.itemgetter("op", "case", "kernel"))
     return [
-        f"{best['op']}/tuning.py: {best['implementation']} = Tile({best['tile']}) takes "
-        f"{best['ms'] / base:.2f} of the table's time for {best['case']}"
-        for base, (best, *_) in _by_kernel(rows)
-        if base is not None and best["ms"] < _GAIN * base
+        f"{op}/tuning.py: {kernel} = Tile({best['tile']}) takes {best['/ table']:.2f} of the "
+        f"table's time for {case}"
+        for (op, case, kernel), (best, *_) in kernels
+        if (best["/ table"] or 1) < _GAIN
     ]
 
 
 if __name__ == "__main__":
-    sys.argv[1:1] = ["--steps", "tiles"]
-    runpy.run_module("experiments.studies.kernels", run_name="__main__")
+    from experiments.studies.kernels.__main__ import main
+
+    main(steps=["tiles"])
