@@ -269,6 +269,8 @@ def test_controls_of_a_recipe_are_its_own_run_with_one_change(folder):
     assert (gated.model.method, gated.model.fast_layers) == ("gated_deltanet_hybrid", (0,))
     assert gated.model.memory.conv_init == "previous"
     assert gated.steps == 50
+    full = study.runs(["TransformerConfig.window=None"])["other_no_gap"].config.model
+    assert full.student_window > 65_536  # also in rows longer than those of training
     assert study.chosen(found, ["other_eta0"]) == [("other_eta0", 3), ("other_eta0", 5)]
     (folder / "other_eta0.gin").write_text((folder / "base.gin").read_text())
     again = study.replace(once=(f"{folder}/other_eta0.gin",))

@@ -53,6 +53,7 @@ type BySeed = dict[str, dict[int, Series[Any]]]  # by recipe and seed
 # By the name of a corpus the folder of its pieces, and the document of each; None: drawn.
 type Texts = dict[str, tuple[Path, list[str]] | None]
 MOST_DOCUMENTS = 16  # that a table shows one by one
+_WIDEST = 2**20  # tokens: beyond the rows that full attention is evaluated on
 Control = Literal["no_gap", "eta0", "swa", "swa_flops", "gated_delta"]
 _GATED_DELTA = (
     *("TransformerConfig.method='gated_deltanet_hybrid'", "DeltaRuleConfig.conv_init='previous'"),
@@ -87,7 +88,7 @@ def control(name: Control, run: RunConfig) -> tuple[str, ...]:
     fields, others = plain, ()
     match name:
         case "no_gap":
-            fields = model.without_gap(length)
+            fields = model.without_gap(max(length, _WIDEST))
         case "eta0":
             fields, others = {}, (f"{type(model.settings).__name__}.eta=0.0",)
         case "gated_delta":
