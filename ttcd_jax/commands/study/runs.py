@@ -2,6 +2,7 @@
 page, and the records of which `experiments.pages` draws tables."""
 
 import dataclasses
+import fnmatch
 import functools
 import itertools
 import json
@@ -44,6 +45,7 @@ from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.run.start import inherited_model
 from ttcd_jax.train.checkpoint import complete_steps
 from ttcd_jax.train.flops import training_flops_per_token
+from ttcd_jax.train.layers_on_disk import stored_params
 from ttcd_jax.units import printable
 
 # A .gin file, or (name, file, bindings ...).
@@ -97,6 +99,11 @@ def control(name: Control, run: RunConfig) -> tuple[str, ...]:
             models = model, model.replace(**plain)
             cost, least = (training_flops_per_token(x, length) for x in models)
             others = (f"RunConfig.steps={round(run.steps * cost / least)}",)
+    if name in ("swa", "swa_flops", "gated_delta"):  # without what names a memory's parameters
+        names = stored_params(model.replace(**plain))
+        rates = tuple(x for x in run.optimizer.rates if fnmatch.filter(names, x[0]))
+        others += (f"OptimizerConfig.rates={rates!r}",) * (rates != run.optimizer.rates)
+        others += ("RunConfig.memory_warmup=0",) * (run.memory_warmup > 0)
     return (*others, *(f"TransformerConfig.{field}={x!r}" for field, x in fields.items()))
 
 
