@@ -117,8 +117,8 @@ class StudyConfig(Config):
     `controls` of every recipe with an in-place memory are trained beside it, RECIPE_CONTROL, equal
     runs once: "no_gap", the student's window is the teacher's; "eta0", nothing is written, so that
     the convolutions are left; "swa", neither; "swa_flops", the same for as many steps as cost the
-    recipe's FLOPs; "gated_delta", after window attention the gated delta rule, whose keys start at
-    the token before.
+    recipe's FLOPs; "gated_delta", after window attention the gated delta rule, whose keys start as
+    the queries of the token before.
 
     All are evaluated by `evaluations` on the held-out text of every corpus they are trained on, cut
     into pieces of `piece_bytes`, at most `max_pieces` of them, taken evenly; where they are trained
