@@ -274,6 +274,15 @@ def test_controls_of_a_recipe_are_its_own_run_with_one_change(folder):
     assert (gated.model.method, gated.model.fast_layers) == ("gated_deltanet_hybrid", (0,))
     assert gated.model.memory.conv_init == "previous"
     assert gated.steps == 50
+    full = other.replace(model=other.model.replace(window=None))
+    (binding,) = runs.control("no_gap", full)  # also in rows longer than those of training
+    assert int(binding.removeprefix("TransformerConfig.student_window=")) > 65_536
+    own = "(('layers/0/mlp/rate', 0.0), ('layers/0/mixer/*', 0.5))"
+    found = study.runs([f"OptimizerConfig.rates={own}", "RunConfig.memory_warmup=3"])
+    for name, recipe in found.items():  # what names parameters of a memory is of those that have it
+        keeps = name in ("base", "other", "other_no_gap", "other_eta0", "third")
+        run, rates = recipe.config, recipe.config.optimizer.rates
+        assert (len(rates), run.memory_warmup) == ((2, 3) if keeps else (1, 0)), name
     assert study.chosen(found, ["other_eta0"]) == [("other_eta0", 3), ("other_eta0", 5)]
     (folder / "other_eta0.gin").write_text((folder / "base.gin").read_text())
     again = study.replace(once=(f"{folder}/other_eta0.gin",))

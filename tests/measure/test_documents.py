@@ -149,6 +149,17 @@ def test_intervals_cover_the_mean_of_documents_of_any_length():
     assert 0.93 < np.mean((low < 3) & (high > 3)) < 0.97
 
 
+@pytest.mark.parametrize("spread", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1), (0.3, 1, 0.3)])
+@pytest.mark.parametrize(("seeds", "least"), [(2, 0.87), (3, 0.915), (5, 0.935)])
+def test_intervals_cover_the_mean_of_seeds_and_documents(seeds, least, spread):
+    """As docs/evaluation.md says, of 4,000 draws: however much of it seeds, documents and the rest
+    each vary."""
+    rng, parts = np.random.default_rng(2), ((seeds, 1), (1, 16), (seeds, 16))
+    draws = (x * rng.normal(size=(*size, 4_000)) for x, size in zip(spread, parts, strict=True))
+    _, low, high = means_over_documents(sum(draws), np.ones((16, 4_000)))
+    assert least < np.mean((low < 0) & (high > 0)) < 0.996
+
+
 def test_intervals_of_fewer_than_five_documents_are_unknown():
     sums = np.array([[6.0, 4, 0], [2, 2, 0], [4, 4, 0], [4, 4, 0], [4, 0, 0]])
     counts = np.where(sums > 0, 2.0, 0)

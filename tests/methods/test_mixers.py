@@ -123,9 +123,15 @@ def test_parameters_of_the_gated_delta_rule_start_as_published(monkeypatch):
 def test_keys_of_the_delta_rule_can_start_at_the_token_before(float64):
     """What is read after a token that came before is what followed it."""
     rule = DeltaRuleConfig(chunk_size=L, conv_init="previous")
-    sizes = {"dim": D, "num_heads": 2, "head_dim": 4, "precision": FLOAT64}
+    sizes = {"dim": D, "num_heads": 2, "head_dim": 4, "precision": FLOAT64, "init_std": 1.0}
     layer = GatedDeltaNet(GatedDeltaNetConfig(**sizes, rule=rule), rngs=nnx.Rngs(0))
     for name, lag in (("query", 0), ("key", 1), ("value", 0)):
         expected = np.zeros((4, 8))
         expected[3 - lag] = 1
         checks.assert_same(getattr(layer, f"{name}_conv")[...], expected)
+    (h,) = checks.draw(1, (1, T, D))
+    h = h.at[:, -1].set(h[:, 5])  # token 6 followed it
+    query, writes = layer._operands(h, layer.channels(layer._project(h), None))
+    overlaps = jnp.einsum("BNH,BSNH->SN", query[:, -1], writes.k)
+    assert overlaps.argmax(axis=0).tolist() == [6, 6]
+    checks.assert_close(overlaps[6], jnp.ones(2), 1e-4)

@@ -37,8 +37,8 @@ Channels = tuple[jax.Array, jax.Array, jax.Array]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaRuleConfig(registry.Settings):
     """The settings of the method. `num_taps` of its convolutions, which begin as `conv_init`:
-    "previous" starts keys at the token before. `value_expansion`: channels of a value head per
-    channel of a key head; `chunk_size` changes the speed, not the result."""
+    "previous" starts keys as the queries of the token before. `value_expansion`: channels of a
+    value head per channel of a key head; `chunk_size` changes the speed, not the result."""
 
     num_taps: Positive = 4
     conv_init: Literal["uniform", "previous"] = "uniform"
@@ -210,6 +210,8 @@ class DeltaNet(DeltaSublayer, config=DeltaNetConfig):
     def __init__(self, config: DeltaNetConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
         self.look_back = config.rule.num_taps - 1
+        if config.rule.conv_init == "previous":
+            self.key = param(self.query[...], ("embed", "heads"))
         self.query_conv = self._init_conv(rngs, config.head_dim)
         self.key_conv = self._init_conv(rngs, config.head_dim, lag=1)
         self.value_conv = self._init_conv(rngs, config.value_head_dim)

@@ -2,6 +2,7 @@
 page, and the records of which `experiments.pages` draws tables."""
 
 import dataclasses
+import fnmatch
 import functools
 import itertools
 import json
@@ -44,6 +45,7 @@ from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.run.start import inherited_model
 from ttcd_jax.train.checkpoint import complete_steps
 from ttcd_jax.train.flops import training_flops_per_token
+from ttcd_jax.train.layers_on_disk import stored_params
 from ttcd_jax.units import printable
 
 # A .gin file, or (name, file, bindings ...).
@@ -53,6 +55,7 @@ type BySeed = dict[str, dict[int, Series[Any]]]  # by recipe and seed
 # By the name of a corpus the folder of its pieces, and the document of each; None: drawn.
 type Texts = dict[str, tuple[Path, list[str]] | None]
 MOST_DOCUMENTS = 16  # that a table shows one by one
+_WIDEST = 2**20  # tokens: beyond the rows that full attention is evaluated on
 Control = Literal["no_gap", "eta0", "swa", "swa_flops", "gated_delta"]
 _GATED_DELTA = (
     *("TransformerConfig.method='gated_deltanet_hybrid'", "DeltaRuleConfig.conv_init='previous'"),
@@ -87,7 +90,7 @@ def control(name: Control, run: RunConfig) -> tuple[str, ...]:
     fields, others = plain, ()
     match name:
         case "no_gap":
-            fields = model.without_gap(length)
+            fields = model.without_gap(max(length, _WIDEST))
         case "eta0":
             fields, others = {}, (f"{type(model.settings).__name__}.eta=0.0",)
         case "gated_delta":
@@ -96,6 +99,11 @@ def control(name: Control, run: RunConfig) -> tuple[str, ...]:
             models = model, model.replace(**plain)
             cost, least = (training_flops_per_token(x, length) for x in models)
             others = (f"RunConfig.steps={round(run.steps * cost / least)}",)
+    if name in ("swa", "swa_flops", "gated_delta"):  # without what names a memory's parameters
+        names = stored_params(model.replace(**plain))
+        rates = tuple(x for x in run.optimizer.rates if fnmatch.filter(names, x[0]))
+        others += (f"OptimizerConfig.rates={rates!r}",) * (rates != run.optimizer.rates)
+        others += ("RunConfig.memory_warmup=0",) * (run.memory_warmup > 0)
     return (*others, *(f"TransformerConfig.{field}={x!r}" for field, x in fields.items()))
 
 
@@ -109,8 +117,8 @@ class StudyConfig(Config):
     `controls` of every recipe with an in-place memory are trained beside it, RECIPE_CONTROL, equal
     runs once: "no_gap", the student's window is the teacher's; "eta0", nothing is written, so that
     the convolutions are left; "swa", neither; "swa_flops", the same for as many steps as cost the
-    recipe's FLOPs; "gated_delta", after window attention the gated delta rule, whose keys start at
-    the token before.
+    recipe's FLOPs; "gated_delta", after window attention the gated delta rule, whose keys start as
+    the queries of the token before.
 
     All are evaluated by `evaluations` on the held-out text of every corpus they are trained on, cut
     into pieces of `piece_bytes`, at most `max_pieces` of them, taken evenly; where they are trained
