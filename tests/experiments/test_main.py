@@ -78,7 +78,7 @@ def test_what_is_missing_or_misspelt_is_named():
             (("main", "recipes", "quickstart", "zebra"), 2, "all of the words quickstart zebra"),
             (("launch",), 2, "--gin is missing. One of `ttcd recipes`, or a path."),
             (("report",), 2, "JSON file of a benchmark; repeat.\n"),
-            (("launch", "--gin=study/small.gin"), 2, ":7: StudyConfig is for ttcd study"),
+            (("launch", "--gin=study/small.gin"), 2, "StudyConfig is for ttcd study, not"),
             (("study", "--gin=recall.gin"), 2, "RunConfig is for ttcd launch"),
             (("launch", "--gin=recal.gin"), 2, "did you mean recall.gin?\n"),
             (("launch", "--gin=tiny.gin"), 2, "; `ttcd recipes` lists them"),

@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
     for title, rows in tables.items():
         print(f"{title}\n{format_table(rows)}\n")
     for query, answer in zip(FLAGS.query, answers, strict=True):
-        writers = format_table(answer.table()) or "nothing was read"
+        writers = format_table(answer.table()) if len(answer.positions) else "nothing was read"
         print(f"Who answered {query!r}, token {answer.token}\n{writers}\n")
     folder = storage.to_path(FLAGS.output)
     _write(seen, tables, answers, folder)
