@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 _CHECK = (
     Case("300/100 H16/8 D128, 517 slots", 3, 16, 8, 128, 300, 100, num_slots=517),
-    Case("5000/4999 H17 of one kv head D64", 2, 17, 1, 64, 5000, 4999),  # merged in several steps
+    Case("1000/999 H17 of one kv head D64", 2, 17, 1, 64, 1000, 999),
     Case("256/256 H6/2 D32", 4, 6, 2, 32, 256, 256),
     # A row that waits, the first position, ...
     Case("300/1 H24 D64, beginning", 9, 24, 24, 64, 300, 1, first_position=-7),
@@ -69,8 +69,8 @@ SHAPES: dict[str, tuple[Case, ...]] = {
     ),
     "check": (
         *(case._replace(dtype=dtype) for case in _CHECK for dtype in launch.DTYPES),
-        # The order of scores turned round, and exponentials that overflow.
-        Case("300/100 H6/2 D64, scale -4", 3, 6, 2, 64, 300, 100, scale=-4.0),
+        # Slices merged in several steps, scores in reverse order whose exponentials overflow.
+        Case("5000/4999 H6 of one kv head D64, scale -4", 2, 6, 1, 64, 5000, 4999, scale=-4.0),
     ),
 }
 
