@@ -62,8 +62,7 @@ _CHECK = (
     Case("131 of 333, 100/45 H3/1 D80", 131, 3, 1, 80, 100, 45, num_keys=333),
     Case("257, full/64 H2/2 D96", 257, 2, 2, 96, None, 64),
 )
-# Once: one query, equal windows, scores whose exponentials overflow, every loop of the kernels and
-# its pipeline, and offsets past 2^31.
+# Once: one query, equal windows, exponentials that overflow, every loop, and offsets past 2^31.
 _MORE = (
     Case("1 of 200, 150/70 H4/2 D128", 1, 4, 2, 128, 150, 70, num_keys=200),
     Case("200, 64/64 H2/1 D64, scale 0", 200, 2, 1, 64, 64, 64, scale=0.0),

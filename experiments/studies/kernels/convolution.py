@@ -83,9 +83,8 @@ def expected(case: Case, operands: Sequence[jax.Array]) -> dict[str, np.ndarray]
     inputs = (case.size * x for x in arrays[:INPUTS])
     before = case.num_taps - 1 if case.is_causal else case.num_taps // 2
     facts: Any = {"normalizes": case.normalizes_keys, "zero_slope": case.zero_slope}
-    results = definition.short_conv_residual(
-        *inputs, *arrays[INPUTS:], ids=case.ids, before=before, **facts
-    )
+    facts |= {"ids": case.ids, "before": before}
+    results = definition.short_conv_residual(*inputs, *arrays[INPUTS:], **facts)
     gradients = (case.size * x for x in results[3:])
     return dict(zip(NAMES, (*results[:3], *gradients), strict=True))
 

@@ -43,8 +43,7 @@ class Case(NamedTuple):
 
     @property
     def windows(self) -> Windows:
-        scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        return Windows(self.teacher_window, self.student_window, scale)
+        return Windows(self.teacher_window, self.student_window, self.scale or self.head_dim**-0.5)
 
 
 _CHECK = (
@@ -99,16 +98,15 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
     def twice(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> tuple[jax.Array, ...]:
         """JAX's attention, one masked call per window."""
         visible = (visible_slots(case.positions, k_cache.shape[1], w) for w in windows)
-        options: Any = {"implementation": "xla", "scale": case.scale}
-        attend: Any = functools.partial(jax.nn.dot_product_attention, **options)
+        attend: Any = functools.partial(jax.nn.dot_product_attention, implementation="xla")
         return tuple(
             attend(q[:, None], k_cache, v_cache, mask=x[:, None, None])[:, 0] for x in visible
         )
 
     has_triton = triton_call.unsupported(*operand_shapes(case)) is None
-    names = ("xla", "triton")[: 1 + has_triton]
-    functions = {name: functools.partial(dual, implementation=name) for name in names}
-    return functions | {"jax.nn twice": twice}
+    ways = ("xla", "triton")[: 1 + has_triton]
+    functions = {way: functools.partial(dual, implementation=way) for way in ways}
+    return functions | ({} if case.scale else {"jax.nn twice": twice})
 
 
 def alone(case: Case, kernel: str, tile: tuning.Tile) -> Program:
