@@ -4,6 +4,8 @@
 import itertools
 import math
 import operator
+import runpy
+import sys
 from argparse import Namespace
 from typing import Any
 
@@ -77,6 +79,5 @@ def advice(rows: list[Row]) -> list[str]:
 
 
 if __name__ == "__main__":
-    from experiments.studies.kernels.__main__ import main
-
-    main(steps=["tiles"])
+    sys.argv[1:1] = ["--steps", "tiles"]
+    runpy.run_module("experiments.studies.kernels", run_name="__main__")
