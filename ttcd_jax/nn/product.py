@@ -49,8 +49,7 @@ def _multiplied(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def _of_one_row(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x kernel of one row of 16-bit numbers on a CPU, where XLA would write a float32 copy of the
-    kernel first: 16 parts of the kernel are read once, side by side, and added in float32, and the
-    sums of a 16th of its rows written and read."""
+    kernel first: 16 parts of the kernel are read once, side by side, and added in float32."""
     parts, terms = kernel.reshape(16, -1, kernel.shape[1]), x.astype(jnp.float32).reshape(16, -1, 1)
     added = sum(part.astype(jnp.float32) * term for part, term in zip(parts, terms, strict=True))
     added = jax.lax.optimization_barrier(added)  # else the sums over rows and parts become one

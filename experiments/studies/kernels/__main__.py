@@ -35,7 +35,7 @@ _MODELS = ("ipttcd_760m.gin", "swa_760m.gin")
 _LATER = 75  # what is measured is saved: run it again
 
 
-def main(arguments: list[str] | None = None, steps: Sequence[str] = ()) -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = ArgumentParser(description="A GPU's first half hour.", allow_abbrev=False)
     parser.add_argument("--op", choices=OPS, nargs="+", default=[*OPS], help="kernels of these ops")
     parser.add_argument("--implementation", nargs="+", default=[*GPU_KERNELS], help="which")
@@ -45,8 +45,7 @@ def main(arguments: list[str] | None = None, steps: Sequence[str] = ()) -> None:
     parser.add_argument("--case", nargs="+", default=[], help="names in the set")
     parser.add_argument("--minutes", type=float, default=math.inf, help="none is started after")
     parser.add_argument("--timeout", type=float, help="seconds of a process (default: by step)")
-    default = steps or [*STEPS]
-    parser.add_argument("--steps", choices=STEPS, nargs="+", default=default, help="which")
+    parser.add_argument("--steps", choices=STEPS, nargs="+", default=[*STEPS], help="which")
     parser.add_argument("--job", nargs=len(Job._fields), help=argparse.SUPPRESS)  # in a process
     options = parser.parse_args(arguments)
     if options.job:  # no device is touched but by the job
@@ -74,8 +73,7 @@ def main(arguments: list[str] | None = None, steps: Sequence[str] = ()) -> None:
         print(f"{left} of {len(wanted)} are left: the same command goes on")
         raise SystemExit(_LATER)
     ours = [x for x in wanted if x.step != "tiles" and not x.implementation.startswith(PEERS)]
-    failed = sum(store[job]["note"].startswith(programs.FAILED) for job in ours)
-    if failed:
+    if failed := sum(store[job]["note"].startswith(programs.FAILED) for job in ours):
         raise SystemExit(f"{failed} of {len(wanted)} failed; the notes above say why")
     print(f"all {len(wanted)} done")
 

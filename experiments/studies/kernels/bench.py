@@ -6,6 +6,7 @@ least arithmetic or the least memory traffic, whichever is longer, at this devic
 ceilings.
 """
 
+import runpy
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -61,9 +62,8 @@ def shown(rows: Sequence[Row]) -> list[Row]:
         names = [x.removesuffix(UNIT) for x in row if x.endswith(UNIT)]
         for name in names or [""]:  # none of what was lost
             line = {"case": row["case"], "pass": name, "implementation": row["implementation"]}
-            line["time ms"] = None
             own = [x for x in row if x.startswith(f"{name} ")]
-            line |= {x.removeprefix(f"{name} "): row[x] for x in own}
+            line |= {"time ms": None} | {x.removeprefix(f"{name} "): row[x] for x in own}
             both = (x.get(f"{name}{UNIT}") for x in (row, base.get(row["case"], {})))
             table.append(line | {f"/ {_BASELINE}": over(*both), "note": row["note"]})
     return table
@@ -78,7 +78,6 @@ def tables(rows: Sequence[Row]) -> Row:
 
 
 if __name__ == "__main__":
-    from experiments.studies.kernels.__main__ import main
-
     # --times_only: errors are always those of the step `check`, as scripts could choose before.
-    main([x for x in sys.argv[1:] if x != "--times_only"], ["times"])
+    sys.argv[1:] = ["--steps", "times", *(x for x in sys.argv[1:] if x != "--times_only")]
+    runpy.run_module("experiments.studies.kernels", run_name="__main__")

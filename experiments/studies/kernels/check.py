@@ -7,6 +7,8 @@ last rows). Results must be within bounds of the definition in float64 (`program
 both runs equal bit by bit.
 """
 
+import runpy
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -48,6 +50,5 @@ def advice(rows: Sequence[Row]) -> list[str]:
 
 
 if __name__ == "__main__":
-    from experiments.studies.kernels.__main__ import main
-
-    main(steps=["check"])
+    sys.argv[1:1] = ["--steps", "check"]
+    runpy.run_module("experiments.studies.kernels", run_name="__main__")

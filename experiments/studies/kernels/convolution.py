@@ -52,7 +52,7 @@ _CHECK = (
     Case("1 x 2 x 301 F257, 3 causal taps", 1, 2, 301, 257, 3, is_causal=True),
     Case("1 x 2 x 130 F1536, 8 taps, keys as they are", 1, 2, 130, 1536, 8, normalizes_keys=False),
 )
-_SMALL = _CHECK[0]._replace(name="2 x 3 x 67 F40, norms of 1e-6", size=2.6e-4, zero_slope=3.0)
+_SMALL = _CHECK[0]._replace(name="2 x 3 x 67 F40, norms of 1e-6", size=2.6e-4, zero_slope=1e6)
 SHAPES: dict[str, tuple[Case, ...]] = {
     "tiny": (Case("2 x 3 x 16 F8, 3 taps", 2, 3, 16, 8, 3, dtype="float32", rounds=3),),
     "cpu": (Case("4 x 256 F1408, 5 taps", 1, 4, 256, 1408, dtype="float32", rounds=3),),
@@ -63,7 +63,7 @@ SHAPES: dict[str, tuple[Case, ...]] = {
             case._replace(name=case.name + " documents" * ids, dtype=dtype, has_documents=ids)
             for case, dtype, ids in itertools.product(_CHECK, launch.DTYPES, (False, True))
         ),
-        _SMALL._replace(dtype="float32"),
+        _SMALL._replace(dtype="float32", has_documents=True),
     ),
 }
 
@@ -83,9 +83,8 @@ def expected(case: Case, operands: Sequence[jax.Array]) -> dict[str, np.ndarray]
     inputs = (case.size * x for x in arrays[:INPUTS])
     before = case.num_taps - 1 if case.is_causal else case.num_taps // 2
     facts: Any = {"normalizes": case.normalizes_keys, "zero_slope": case.zero_slope}
-    results = definition.short_conv_residual(
-        *inputs, *arrays[INPUTS:], ids=case.ids, before=before, **facts
-    )
+    facts |= {"ids": case.ids, "before": before}
+    results = definition.short_conv_residual(*inputs, *arrays[INPUTS:], **facts)
     gradients = (case.size * x for x in results[3:])
     return dict(zip(NAMES, (*results[:3], *gradients), strict=True))
 

@@ -115,9 +115,8 @@ class Store(dict[Job, Row]):
             name: ", ".join(dict.fromkeys(str(facts.get(name)) for facts in self._seen.values()))
             for name in ("device", "commit")
         }
-        rows = [*self.values()]
-        report = {"environment": all_of, "surroundings": self._seen} | self.tables(rows)
-        write_json(report | {"rows": [*self._others, *rows]}, self._file)
+        head = {"environment": all_of, "surroundings": self._seen} | self.tables([*self.values()])
+        write_json(head | {"rows": [*self._others, *self.values()]}, self._file)
 
     def _row(self, job: Job, seconds: float) -> Row | None:
         left = self._until - time.monotonic()
