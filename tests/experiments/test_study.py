@@ -19,9 +19,10 @@ from ttcd_jax.commands.study.runs import StudyConfig, write_records, write_study
 from ttcd_jax.data.corpus import CorpusConfig, load_documents
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import write_whole
-from ttcd_jax.measure.by_document import means_over_documents
+from ttcd_jax.measure.by_document import means_over_documents, means_over_seeds
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.directory import RunDirectory
+from ttcd_jax.tasks.documents import PositionLoss
 from ttcd_jax.tasks.recall import Evidence
 from ttcd_jax.train.flops import training_flops_per_token
 
@@ -132,7 +133,8 @@ def test_tables_and_records_are_means_of_seeds_and_paired_differences(path):
         [3, 5],
         True,
     )
-    assert head["interval"] == "seeds and pieces of 40 bytes, in pairs"
+    wanted = "seeds and documents (of fewer than five: pieces of 40 bytes), in pairs"
+    assert head["interval"] == wanted
     assert [*head["recipes"]] == ["base", "other", "third"]
     assert len({digest for _, digest in head["recipes"].values()}) == 3
     cells = {(x["section"], x["row"]): x for x in rows}
@@ -158,6 +160,24 @@ DRAWN = (
     *("TransformerConfig.vocab_size=8", "RunConfig.steps=%STEPS", *METHODS["other"][1:]),
     *TINY,
 )
+
+
+def test_pieces_of_a_document_are_one_in_intervals():
+    """Unless there are too few documents, or a piece was too short for an evaluation."""
+    rng, pieces = np.random.default_rng(0), [*"aabcdde"]
+    records = [PositionLoss("all", 1, 9, x, 8, y) for x, y in enumerate(rng.normal(9, 1, 7))]
+    measured, names = runs._by_document({"base": {3: {"base": records}}}, pieces)
+    of_each = [[x.nll for x, y in zip(records, pieces, strict=True) if y == name] for name in names]
+    wanted = means_over_documents(
+        *np.array([[[sum(x)], [8 * len(x)]] for x in of_each]).swapaxes(0, 1)
+    )
+    _, found = means_over_seeds([measured["base"][3]["base"]], lambda record: record.positions)
+    assert (names, wanted) == ([*"abcde"], found)
+    for kept, documents in ((records, [*"aabcddd"]), (records[1:], pieces)):
+        unchanged = {"base": {3: {"base": kept}}}
+        assert runs._by_document(unchanged, documents) == (unchanged, documents)
+
+
 RECALL = ("RunConfig.data=@RecallConfig()", "RecallConfig.num_slots=3")
 RECALL += ("RecallConfig.num_keys=3", "RecallConfig.num_values=3")
 

@@ -38,7 +38,7 @@ _QUANTILES = {"p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99, "ma
 _LENGTHS = (2048, 4096, 8192, 16384, 32768)
 _BLANK_TOKENS = 1024  # decoded at once
 _COVERAGE = 0.95
-_LEAST_DOCUMENTS = 5  # with an interval
+LEAST_DOCUMENTS = 5  # with an interval
 _DIFFERENCE = "Fast weights on minus off, on the same tokens: below 0 they help."
 _BAND = "Bands: 95 % intervals over documents; lower is better."
 
@@ -217,7 +217,7 @@ def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
         freedom = variance**2 / (mean_squares**2 / free).sum(axis=0)
         freedom = np.fmax(freedom, free[:2].min(axis=0))
         half = np.sqrt(variance / (seeds * documents)) * stdtrit(freedom, (1 + _COVERAGE) / 2)
-    half = np.where(documents >= _LEAST_DOCUMENTS, half, np.nan)
+    half = np.where(documents >= LEAST_DOCUMENTS, half, np.nan)
     return Means(mean, mean - half, mean + half)
 
 

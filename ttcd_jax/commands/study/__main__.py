@@ -6,7 +6,7 @@
 --param binds fields of the study and of its evaluations (StudyConfig.seeds=(3,)), any other one
 those of all recipes and their controls. Every run has a folder DIR/NAME-SEED; the same command
 continues after an interruption and computes what is missing. At the end it prints the tables and
-writes DIR/index.html. Intervals are over seeds and pieces of text; a table shows every seed.
+writes DIR/index.html. Intervals are over seeds and documents; a table shows every seed.
 """
 
 from pathlib import Path

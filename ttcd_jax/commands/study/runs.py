@@ -282,6 +282,8 @@ def write_study(
         for (text, pieces), task in itertools.product(texts.items(), config.evaluations):
             if measured := _measured(chosen, task, text, path):
                 title, documents = f"{task.title} ({text})", pieces[1] if pieces else []
+                if isinstance(task, DocumentTask):
+                    measured, documents = _by_document(measured, documents)
                 everything.append(Measured(type(task), title, measured))
                 sections += _sections(task, title, measured, path / "pictures" / text, documents)
                 sections += _headroom(task, title, measured, recipes)
@@ -322,11 +324,30 @@ def _measured(chosen: list[tuple[str, int]], task: Task, text: str, path: Path) 
     return measured
 
 
+def _by_document(measured: BySeed, pieces: list[str]) -> tuple[BySeed, list[str]]:
+    """The records by document instead of by piece, and the name of each by its number; of too few
+    documents for an interval, and where a piece was too short, the pieces stay."""
+    names = [*dict.fromkeys(pieces)]
+    everything = [x for seeds in measured.values() for x in seeds.values()]
+    documents = {x.document for y in everything for records in y.values() for x in records}
+    if len(names) < by_document.LEAST_DOCUMENTS or len(pieces) != len(documents - {None}):
+        return measured, pieces
+    number = {None: None} | {i: names.index(name) for i, name in enumerate(pieces)}
+
+    def united(records: Sequence[Any]) -> list[Any]:
+        return [x._replace(document=number[x.document]) for x in records]
+
+    return {
+        name: {seed: {label: united(x) for label, x in y.items()} for seed, y in seeds.items()}
+        for name, seeds in measured.items()
+    }, names
+
+
 def _sections(
     task: Task, title: str, measured: BySeed, output: Path, documents: list[str]
 ) -> list[Section]:
-    """The means of all seeds, with their differences from the base, also by `documents` (that of
-    every piece) if these are few; every seed."""
+    """The means of all seeds, with their differences from the base, also by `documents` (their
+    names by number) if these are few; every seed."""
     kind = type(task)
     by_label = {
         label: [series[label] for series in seeds.values()]
@@ -456,7 +477,7 @@ def write_records(
             short = digest(json.dumps(found, sort_keys=True))[:12]
             trained[name] = recipes[name].file, short, *recipes[name].bindings
             folders.append(run.path)
-    over = "seeds and pieces" if len(config.seeds) > 1 else "pieces"
-    interval = f"{over} of {config.piece_bytes:,} bytes, in pairs"
+    over = "seeds and documents" if len(config.seeds) > 1 else "documents"
+    interval = f"{over} (of fewer than five: pieces of {config.piece_bytes:,} bytes), in pairs"
     facts = {"seeds": config.seeds, "recipes": trained, "interval": interval}
     page.write_records(file, sections, folders, command, **facts)
