@@ -208,6 +208,9 @@ def test_another_machine_reads_records_and_runs(store, tmp_path, monkeypatch, ca
     config = run_config(model, steps=4, data=data, checkpoint_every=2)
     train_run(config, run)
     move(monkeypatch, tmp_path / "others")
+    left = storage.to_path(run) / "checkpoints/4/params/d/left"  # by a process killed here
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"of another save of this step")
     replace = Path.replace
 
     def killed(path, target):

@@ -116,10 +116,18 @@ def complete_steps(directory: Path) -> list[int]:
 def fetch_steps(directory: Path) -> None:
     """Makes the steps in the copy of a folder in a bucket those that have a digest there."""
     sealed = {x for x in storage.names(directory) if PurePath(x).match(f"*/{digest.DIGEST}")}
+
+    def digests() -> dict[int, bytes]:
+        files = {x: directory / str(x) / digest.DIGEST for x in complete_steps(directory)}
+        return {x: files[x].read_bytes() if files[x].is_file() else b"" for x in files}
+
+    before = digests()
     storage.fetch(directory, sealed.__contains__)
-    for step in complete_steps(directory):
-        if f"{step}/{digest.DIGEST}" not in sealed:
+    for step, found in digests().items():
+        # What a killed process left here is not of the step that others saved since.
+        if f"{step}/{digest.DIGEST}" not in sealed or before.get(step, found) != found:
             shutil.rmtree(directory / str(step))
+    storage.fetch(directory, sealed.__contains__)
 
 
 def _writer(name: str) -> int:
