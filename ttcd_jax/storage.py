@@ -84,10 +84,10 @@ def copy_of(text: str | os.PathLike[str]) -> Path:
 def fetch(
     path: Path,
     wanted: Callable[[str], object] = lambda name: True,
-    place: Callable[[Path], Path] = lambda file: file,
+    target: Callable[[Path], Path] = lambda file: file,
 ) -> Path:
     """Brings the copy of a file or a folder up to date, with those of its files whose name in it is
-    `wanted`, each at its `place`, and returns `path`. Changes here of what is unchanged there
+    `wanted`, each at its `target`, and returns `path`. Changes here of what is unchanged there
     stay."""
     if address(path) is None:
         return path
@@ -102,7 +102,7 @@ def fetch(
         records = (x.relative_to(_record(path)) for x in _record(path).rglob("*") if x.is_file())
         known = {*found, *map(Path.as_posix, records)}
         files = [path / name for name in known if wanted(name)] if known else [path]
-        _all(lambda file: _download(file, place(file)), files)
+        _all(lambda file: _download(file, target(file)), files)
     return path
 
 
@@ -124,12 +124,12 @@ def names(path: Path) -> list[str]:
     return [name for name in found if name == UNFINISHED or address(path / name)]
 
 
-def push(*paths: Path, place: Callable[[Path], Path] = lambda file: file) -> None:
-    """Uploads files, and those in folders, each to the address of its `place`. Nothing happens to
+def push(*paths: Path, target: Callable[[Path], Path] = lambda file: file) -> None:
+    """Uploads files, and those in folders, each to the address of its `target`. Nothing happens to
     hidden files and in no bucket."""
     files = [file for path in paths if address(path) for file in (path, *path.rglob("*"))]
     files = [file for file in files if file.is_file() and address(file)]
-    _all(lambda file: _upload(file, place(file)), files)
+    _all(lambda file: _upload(file, target(file)), files)
 
 
 def publish(path: Path) -> None:
@@ -277,19 +277,19 @@ def _put(file: Path, content: bytes | str | None, **condition: bytes) -> Any:
     return _ask(file, lambda store, key: store.write(key, content, **condition))
 
 
-def _download(file: Path, place: Path) -> None:
-    is_known = place.is_file() and _record(file).is_file()
+def _download(file: Path, target: Path) -> None:
+    is_known = target.is_file() and _record(file).is_file()
     found = _get(file, _record(file).read_bytes() if is_known else b"")
     if found.state == "value":
-        _write(place, found.value)
+        _write(target, found.value)
         _write(_record(file), found.stamp.generation)
-    for gone in (place, _record(file)) if found.state == "missing" else ():
+    for gone in (target, _record(file)) if found.state == "missing" else ():
         if gone.is_file():
             gone.unlink()
 
 
-def _upload(file: Path, place: Path) -> None:
-    _write(_record(place), _put(place, file.read_bytes()).generation)
+def _upload(file: Path, target: Path) -> None:
+    _write(_record(target), _put(target, file.read_bytes()).generation)
 
 
 def _all(transfer: Callable[[Path], None], files: Iterable[Path]) -> None:

@@ -166,7 +166,7 @@ def test_pieces_of_a_document_are_one_in_intervals():
     """Unless there are too few documents, or a piece was too short for an evaluation."""
     rng, pieces = np.random.default_rng(0), [*"aabcdde"]
     records = [PositionLoss("all", 1, 9, x, 8, y) for x, y in enumerate(rng.normal(9, 1, 7))]
-    measured, names = runs._by_document({"base": {3: {"base": records}}}, pieces)
+    measured, names = runs._united({"base": {3: {"base": records}}}, pieces)
     of_each = [[x.nll for x, y in zip(records, pieces, strict=True) if y == name] for name in names]
     wanted = means_over_documents(
         *np.array([[[sum(x)], [8 * len(x)]] for x in of_each]).swapaxes(0, 1)
@@ -175,7 +175,7 @@ def test_pieces_of_a_document_are_one_in_intervals():
     assert (names, wanted) == ([*"abcde"], found)
     for kept, documents in ((records, [*"aabcddd"]), (records[1:], pieces)):
         unchanged = {"base": {3: {"base": kept}}}
-        assert runs._by_document(unchanged, documents) == (unchanged, documents)
+        assert runs._united(unchanged, documents) == (unchanged, documents)
 
 
 RECALL = ("RunConfig.data=@RecallConfig()", "RecallConfig.num_slots=3")

@@ -350,7 +350,7 @@ class Checkpoints:
         final, number = self._step_dir(step), jax.process_index()
         if is_written and number:
             own = (x for y in _PARTS for x in self._unfinished(step).glob(f"*/{y.format(number)}"))
-            storage.push(*own, place=lambda x: Path(str(x).replace(_UNFINISHED, "")))
+            storage.push(*own, target=lambda x: Path(str(x).replace(_UNFINISHED, "")))
         self._barrier(key=key, timeout_ms=timeout_ms)
         if is_written and not number:
             depth = len(final.parts)

@@ -82,9 +82,9 @@ def expected(case: Case, operands: Sequence[jax.Array]) -> dict[str, np.ndarray]
     arrays = [np.asarray(x).astype(np.float64) for x in operands]
     inputs = (case.size * x for x in arrays[:INPUTS])
     before = case.num_taps - 1 if case.is_causal else case.num_taps // 2
-    facts: Any = {"normalizes": case.normalizes_keys, "zero_slope": case.zero_slope}
-    facts |= {"ids": case.ids, "before": before}
-    results = definition.short_conv_residual(*inputs, *arrays[INPUTS:], **facts)
+    options: Any = {"normalizes": case.normalizes_keys, "zero_slope": case.zero_slope}
+    options |= {"ids": case.ids, "before": before}
+    results = definition.short_conv_residual(*inputs, *arrays[INPUTS:], **options)
     gradients = (case.size * x for x in results[3:])
     return dict(zip(NAMES, (*results[:3], *gradients), strict=True))
 

@@ -104,8 +104,8 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
         )
 
     has_triton = triton_call.unsupported(*operand_shapes(case)) is None
-    ways = ("xla", "triton")[: 1 + has_triton]
-    functions = {way: functools.partial(dual, implementation=way) for way in ways}
+    names = ("xla", "triton")[: 1 + has_triton]
+    functions = {name: functools.partial(dual, implementation=name) for name in names}
     return functions | ({} if case.scale else {"jax.nn twice": twice})
 
 

@@ -283,7 +283,7 @@ def write_study(
             if measured := _measured(chosen, task, text, path):
                 title, documents = f"{task.title} ({text})", pieces[1] if pieces else []
                 if isinstance(task, DocumentTask):
-                    measured, documents = _by_document(measured, documents)
+                    measured, documents = _united(measured, documents)
                 everything.append(Measured(type(task), title, measured))
                 sections += _sections(task, title, measured, path / "pictures" / text, documents)
                 sections += _headroom(task, title, measured, recipes)
@@ -324,7 +324,7 @@ def _measured(chosen: list[tuple[str, int]], task: Task, text: str, path: Path) 
     return measured
 
 
-def _by_document(measured: BySeed, pieces: list[str]) -> tuple[BySeed, list[str]]:
+def _united(measured: BySeed, pieces: list[str]) -> tuple[BySeed, list[str]]:
     """The records by document instead of by piece, and the name of each by its number; of too few
     documents for an interval, and where a piece was too short, the pieces stay."""
     names = [*dict.fromkeys(pieces)]
@@ -334,11 +334,11 @@ def _by_document(measured: BySeed, pieces: list[str]) -> tuple[BySeed, list[str]
         return measured, pieces
     number = {None: None} | {i: names.index(name) for i, name in enumerate(pieces)}
 
-    def united(records: Sequence[Any]) -> list[Any]:
+    def renumbered(records: Sequence[Any]) -> list[Any]:
         return [x._replace(document=number[x.document]) for x in records]
 
     return {
-        name: {seed: {label: united(x) for label, x in y.items()} for seed, y in seeds.items()}
+        name: {seed: {label: renumbered(x) for label, x in y.items()} for seed, y in seeds.items()}
         for name, seeds in measured.items()
     }, names
 
