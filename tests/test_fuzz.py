@@ -14,21 +14,19 @@ from damage import fuzz, fuzz_file
 from safetensors.numpy import save
 from small_models import byte_model, config_of
 
+from ttcd_jax import RunConfig, Transformer
 from ttcd_jax.commands import cli
 from ttcd_jax.data.sources import TextConfig, text_records
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import parse_json, read_arrays
-from ttcd_jax.inference.model import inference_model
+from ttcd_jax.inference import inference_model, start_state
 from ttcd_jax.inference.saved_state import load_state, save_state
-from ttcd_jax.inference.state import start_state
 from ttcd_jax.interop.reference_config import reference_config, transformer_config
 from ttcd_jax.measure.by_document import read_manifest
 from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.results import read_all_results, task_sections
-from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.bindings import load_config
-from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, model_config, run_tokenizer
 from ttcd_jax.train import digest
 

@@ -14,14 +14,13 @@ from checks import assert_same
 from flax import nnx
 from small_models import byte_model
 
+from ttcd_jax import MemoryConfig, Transformer
 from ttcd_jax.data.records import sealed
 from ttcd_jax.data.tokenizer import build_tokenizer, tokenizer_of, train_tokenizer
 from ttcd_jax.inference import dense, inference_model, read_memory
 from ttcd_jax.interop.hugging_face import open_hugging_face
 from ttcd_jax.interop.reference_config import export_reference
 from ttcd_jax.interop.weight_files import SINGLE, open_weights, write_safetensors
-from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import RunDirectory, load_params, load_run
 from ttcd_jax.train.checkpoint import Checkpoints
 from ttcd_jax.train.layers_on_disk import by_name, unstacked

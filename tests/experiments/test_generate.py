@@ -11,11 +11,10 @@ from flax import nnx
 from small_models import byte_model
 from tiny_run import save_text_model
 
+from ttcd_jax import MemoryConfig, load_run
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.inference import Generation, Request, dense, inference_model, load_memory, start_from
 from ttcd_jax.interop.hugging_face import open_hugging_face
-from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.run.directory import load_run
 from ttcd_jax.train.layers_on_disk import by_name, unstacked
 
 MODEL = byte_model(window=16, student_window=8, memory=MemoryConfig(chunk_size=16))

@@ -10,9 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ttcd_jax.data.tokenizer import JsonTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError
+from ttcd_jax.inference import Generation, Request, inference_model
 from ttcd_jax.inference.chat import Chat, rendered
-from ttcd_jax.inference.generate import Generation, Request
-from ttcd_jax.inference.model import inference_model
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import IMPORT, IMPORTED, RunDirectory, chat_template, load_run
 

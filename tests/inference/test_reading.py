@@ -15,18 +15,14 @@ from jax.sharding import AxisType
 from small_models import CHUNK, RECALL, config_of
 from ttcd_kernels.measure import temp_bytes
 
+from ttcd_jax import MemoryConfig, Precision, Transformer, TransformerConfig
 from ttcd_jax.errors import DataError
+from ttcd_jax.inference import inference_model, start_state
 from ttcd_jax.inference.decode import decode, head_logits, head_weight
-from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import even_size, prefill, stream
-from ttcd_jax.inference.state import start_state
 from ttcd_jax.methods import METHODS
-from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import Views
 from ttcd_jax.nn.row import Row
-from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.mesh import AXES
 from ttcd_jax.tasks.recall import read_back
 from ttcd_jax.train.state import with_params

@@ -11,28 +11,24 @@ from checks import assert_close, assert_same, distance, draw, randomize, refused
 from flax import nnx
 from small_models import CHUNK, FLOAT64, config_of
 
+from ttcd_jax import IPTTCDMLP, IPTTCDConfig, MemoryConfig, MLPConfig, Piece, Precision, Transformer
 from ttcd_jax.errors import CheckpointError
-from ttcd_jax.inference.model import inference_model
-from ttcd_jax.inference.prefill import prefill, stream
-from ttcd_jax.inference.saved_state import load_state, model_facts, save_state
-from ttcd_jax.inference.state import frozen, start_state
-from ttcd_jax.inference.text_memory import (
+from ttcd_jax.inference import (
     TextMemory,
     dense,
+    inference_model,
     load_memory,
     mean,
     memories_of,
     read_memory,
     start_from,
 )
+from ttcd_jax.inference.prefill import prefill, stream
+from ttcd_jax.inference.saved_state import load_state, model_facts, save_state
+from ttcd_jax.inference.state import frozen, start_state
 from ttcd_jax.memory.prefix import PrefixOptions, Writes
 from ttcd_jax.memory.running import CorrectingMemory
 from ttcd_jax.methods.ip_ttt import IPTTTMLP, IPTTTConfig, TargetMemoryConfig
-from ttcd_jax.methods.ipttcd import IPTTCDMLP, IPTTCDConfig, MemoryConfig
-from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.nn.mlp import MLPConfig
-from ttcd_jax.nn.row import Piece
-from ttcd_jax.precision import Precision
 from ttcd_jax.train.layers_on_disk import by_name
 
 MLP = MLPConfig(dim=6, hidden_dim=8, precision=FLOAT64)

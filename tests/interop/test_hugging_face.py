@@ -13,14 +13,13 @@ from checks import distance, logits_of, refused
 from hugging_face.make import CASES, SIZES, STORED, TOKENS, drawn
 
 from tests.parity.checks import stacked_params
+from ttcd_jax import Precision, load_run
 from ttcd_jax.data.tokenizer import special_tokens, train_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError
 from ttcd_jax.interop.checkpoint import names_on_disk
 from ttcd_jax.interop.hugging_face import model_of, open_hugging_face, their_name
 from ttcd_jax.interop.weight_files import write_safetensors
 from ttcd_jax.nn.rope import YarnConfig
-from ttcd_jax.precision import Precision
-from ttcd_jax.run.directory import load_run
 from ttcd_jax.train.layers_on_disk import by_name
 from ttcd_jax.train.state import with_params
 

@@ -16,10 +16,7 @@ from small_models import CHUNK, config_of
 from ttcd_jax import Precision, Transformer, TransformerConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import CheckpointError
-from ttcd_jax.inference.decode import decode
-from ttcd_jax.inference.generate import Generation, Request
-from ttcd_jax.inference.model import inference_model
-from ttcd_jax.inference.prefill import prefill
+from ttcd_jax.inference import Generation, Request, decode, inference_model, prefill
 from ttcd_jax.inference.saved_state import load_state, save_state
 from ttcd_jax.inference.state import frozen, start_state
 from ttcd_jax.measure.task import Subject

@@ -12,6 +12,7 @@ from checks import logits_of, randomize, refused
 from corpora import text_folder
 from small_models import config_of
 
+from ttcd_jax import Precision, Transformer
 from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.sources import TextConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer, build_tokenizer, tokenizer_of, train_tokenizer
@@ -20,8 +21,6 @@ from ttcd_jax.measure import by_document
 from ttcd_jax.measure.results import evaluate, merged
 from ttcd_jax.measure.scorer import Scores
 from ttcd_jax.measure.task import Subject
-from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.precision import Precision
 from ttcd_jax.tasks.documents import FinalBlock, Position, Recurrence, distances
 from ttcd_jax.tasks.perplexity import Perplexity, PositionLoss, by_position
 

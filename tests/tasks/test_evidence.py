@@ -7,12 +7,11 @@ import pytest
 from checks import randomize, refused
 from small_models import RECALL, config_of
 
+from ttcd_jax import Precision, Transformer
 from ttcd_jax.data.synthetic import EvidenceConfig
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.measure.results import evaluate
 from ttcd_jax.measure.task import Subject
-from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.precision import Precision
 from ttcd_jax.tasks.recall import Evidence, Needle, Recall, attention_reach, read_back
 
 DATA = EvidenceConfig(num_facts=3, num_keys=4, num_values=4, num_fillers=3, num_between=6)

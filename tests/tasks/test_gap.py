@@ -7,13 +7,12 @@ from checks import randomize, refused
 from flax import nnx
 from small_models import config_of
 
+from ttcd_jax import Precision, Transformer
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Subject
-from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.row import Row
-from ttcd_jax.precision import Precision
 from ttcd_jax.tasks import gap
 from ttcd_jax.tasks.gap import Gap, Stream
 
