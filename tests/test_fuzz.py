@@ -9,12 +9,12 @@ from pathlib import Path
 import corpora
 import numpy as np
 import pytest
-from checks import randomize, refused
+from checks import refused
 from damage import fuzz, fuzz_file
 from safetensors.numpy import save
-from small_models import byte_model, config_of
+from small_models import byte_model, config_of, model_of
 
-from ttcd_jax import RunConfig, Transformer
+from ttcd_jax import RunConfig
 from ttcd_jax.commands import cli
 from ttcd_jax.data.sources import TextConfig, text_records
 from ttcd_jax.data.tokenizer import TokenizerConfig
@@ -70,7 +70,7 @@ def test_digests(tmp_path):
 
 
 def test_saved_states(tmp_path):
-    model = inference_model(randomize(Transformer, config_of("ipttcd", num_layers=1), std=0.5))
+    model = inference_model(model_of("ipttcd", num_layers=1))
     folder = tmp_path / "state"
     save_state(folder, model, start_state(model, 2))
     arrays = folder / "state.safetensors"

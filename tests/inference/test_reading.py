@@ -12,7 +12,7 @@ from checks import assert_close, distance, logits_of, randomize, refused
 from devices import elsewhere
 from flax import nnx
 from jax.sharding import AxisType
-from small_models import CHUNK, RECALL, config_of
+from small_models import CHUNK, RECALL, config_of, model_of
 from ttcd_kernels.measure import temp_bytes
 
 from ttcd_jax import MemoryConfig, Precision, Transformer, TransformerConfig
@@ -216,7 +216,7 @@ IS_LONG = LENGTHS >= CHUNK
 def one_layer(request):
     # One layer, so that what its MLP does to a token reaches no other token's input.
     with jax.enable_x64(True):
-        return randomize(Transformer, config_of(request.param, num_layers=1))
+        return model_of(request.param, num_layers=1)
 
 
 def _published(model, start: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -264,7 +264,7 @@ def test_prompts_read_their_memory_and_decoding_is_plain(one_layer):
 def test_needles_are_read_back_as_one_pass_answers_them():
     # The third pair stays in the open chunk of the prompt: decoding has to write it.
     rows = RECALL.needles(seed=1, num_rows=8, num_needles=3, num_tokens=8)
-    model = randomize(Transformer, config_of("ipttcd", num_layers=1))
+    model = model_of("ipttcd", num_layers=1)
     read = [np.repeat(x[:, None], 3, axis=1) for x in (rows.facts, rows.haystack)]
     whole = np.concatenate([*read, rows.questions], axis=2)
     logits = jax.jit(lambda x: model(x)[:, -1])(jnp.asarray(whole.reshape(24, -1)))

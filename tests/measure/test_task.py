@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import logits_of, randomize, refused
-from small_models import config_of
+from checks import logits_of, refused
+from small_models import config_of, model_of
 
-from ttcd_jax import MemoryConfig, Precision, Transformer
+from ttcd_jax import MemoryConfig, Precision
 from ttcd_jax.commands.cli import parse_options
 from ttcd_jax.config import Positive
 from ttcd_jax.errors import DataError, NonFiniteError, UserError
@@ -76,7 +76,7 @@ def toy():
 
 
 def _subject(run_dir, label=None, **changes):
-    model = randomize(Transformer, config_of("ipttcd", precision=Precision(), **changes))
+    model = model_of("ipttcd", precision=Precision(), **changes)
     return Subject(model, None, {"type": "none"}, run_dir, label)
 
 
