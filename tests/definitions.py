@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ttcd_kernels.windows import Windows
 
 from ttcd_jax.memory.newton_schulz import newton_schulz
+from ttcd_jax.nn.rope import rotate
 
 
 def single_window(q, k, v, segment_ids, window: int, scale: float):
@@ -38,6 +40,30 @@ def dual_window(q, k, v, segment_ids, windows: Windows):
         return teacher, teacher, teacher_lse, teacher_lse
     student, student_lse = single_window(q, k, v, segment_ids, windows.student, windows.scale)
     return teacher, student, teacher_lse, student_lse
+
+
+def norm(x, weight, eps=1e-6):
+    return weight * x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps)
+
+
+def layer(config, rows, number, sinks, ids, window, h):
+    """Of a plain layer whose parameters are among `rows`, by their names on disk, for a stream h
+    [T, D] of documents, `ids` [T] numpy: the stream after it; the normed input, the features and
+    the output of its MLP. A query also sees the first `sinks` tokens of its document."""
+    p = {x.removeprefix(f"layers/{number}/"): rows[x] for x in rows}
+    x, size, place = norm(h, p["mixer_norm"]), config.head_size, jnp.arange(len(h))
+    begin = np.array([np.flatnonzero(ids == document)[0] for document in ids])
+    near = place[:, None] - place < (window or len(h))
+    near |= place - begin[:, None] < sinks
+    is_seen = near & (ids[:, None] == ids) & (place <= place[:, None])
+    q, k, v = ((x @ p[f"mixer/{y}"]).reshape(len(h), -1, size) for y in ("query", "key", "value"))
+    q, k = (rotate(heads[None], (place - begin)[None], config.rope)[0] for heads in (q, k))
+    score = jnp.einsum("TNH,SNH->NTS", q, k) / jnp.sqrt(size)
+    weight = jax.nn.softmax(jnp.where(is_seen, score, -jnp.inf))
+    h = h + jnp.einsum("NTS,SNH->TNH", weight, v).reshape(len(h), -1) @ p["mixer/out"]
+    x = norm(h, p["mlp_norm"])
+    z = jax.nn.silu(x @ p["mlp/gate"]) * (x @ p["mlp/up"])
+    return h + z @ p["mlp/down"], x, z, z @ p["mlp/down"]
 
 
 def short_conv(x, taps, segment_ids, is_causal: bool):

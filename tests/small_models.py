@@ -5,7 +5,11 @@ import re
 import types
 from pathlib import Path
 
-from ttcd_jax import OptimizerConfig, Precision, RunConfig, TransformerConfig
+import jax
+from checks import randomize
+from flax import nnx
+
+from ttcd_jax import OptimizerConfig, Precision, RunConfig, Transformer, TransformerConfig
 from ttcd_jax.commands.cli import CONFIG_DIR
 from ttcd_jax.data.synthetic import RecallConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
@@ -19,6 +23,7 @@ from ttcd_jax.methods.lact import LaCTMemoryConfig
 from ttcd_jax.methods.registry import Method
 from ttcd_jax.nn.attention import AttentionConfig
 from ttcd_jax.run.bindings import load_config
+from ttcd_jax.train.layers_on_disk import by_name, unstacked
 
 CHUNK, WINDOW, D = 4, 4, 8
 FLOAT64 = Precision(param="float64", compute="float64", state="float64")
@@ -92,3 +97,13 @@ def small_attention(**changes) -> AttentionConfig:
     """Two pairs of heads that share keys and values."""
     fields = {"dim": 6, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "window": WINDOW}
     return AttentionConfig(**fields | {"precision": FLOAT64} | changes)
+
+
+def model_of(method: str, *, std: float = 0.5, **changes) -> Transformer:
+    """The model `config_of(method, **changes)` of random parameters."""
+    return randomize(Transformer, config_of(method, **changes), std=std)
+
+
+def rows_of(model) -> dict[str, jax.Array]:
+    """The parameters of a model by their names on disk."""
+    return unstacked(model.config, by_name(nnx.to_pure_dict(nnx.state(model, nnx.Param))))

@@ -10,11 +10,9 @@ import pytest
 from checks import refused
 from small_models import config_of
 
-from ttcd_jax import axes, errors
+from ttcd_jax import BatchesConfig, MemoryConfig, axes, errors
 from ttcd_jax import config as kinds
-from ttcd_jax.data.sources import BatchesConfig
 from ttcd_jax.errors import UserError
-from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.nn.rope import RopeConfig, YarnConfig
 
 

@@ -9,26 +9,24 @@ from pathlib import Path
 import corpora
 import numpy as np
 import pytest
-from checks import randomize, refused
+from checks import refused
 from damage import fuzz, fuzz_file
 from safetensors.numpy import save
-from small_models import byte_model, config_of
+from small_models import byte_model, config_of, model_of
 
+from ttcd_jax import RunConfig
 from ttcd_jax.commands import cli
 from ttcd_jax.data.sources import TextConfig, text_records
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import parse_json, read_arrays
-from ttcd_jax.inference.model import inference_model
+from ttcd_jax.inference import inference_model, start_state
 from ttcd_jax.inference.saved_state import load_state, save_state
-from ttcd_jax.inference.state import start_state
 from ttcd_jax.interop.reference_config import reference_config, transformer_config
 from ttcd_jax.measure.by_document import read_manifest
 from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.results import read_all_results, task_sections
-from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.bindings import load_config
-from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, model_config, run_tokenizer
 from ttcd_jax.train import digest
 
@@ -72,7 +70,7 @@ def test_digests(tmp_path):
 
 
 def test_saved_states(tmp_path):
-    model = inference_model(randomize(Transformer, config_of("ipttcd", num_layers=1), std=0.5))
+    model = inference_model(model_of("ipttcd", num_layers=1))
     folder = tmp_path / "state"
     save_state(folder, model, start_state(model, 2))
     arrays = folder / "state.safetensors"

@@ -8,9 +8,8 @@ from subprocess import Popen
 
 from flax import nnx
 
+from ttcd_jax import Transformer, TransformerConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig
-from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import IMPORT, IMPORTED, RunDirectory
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.train.checkpoint import Checkpoints

@@ -19,10 +19,7 @@ from ttcd_kernels.table import format_table
 from ttcd_jax.commands import cli
 from ttcd_jax.data.synthetic import HELD_OUT, EvidenceConfig
 from ttcd_jax.files import write_whole
-from ttcd_jax.inference.model import inference_model
-from ttcd_jax.inference.prefill import prefill
-from ttcd_jax.inference.state import start_state
-from ttcd_jax.inference.text_memory import mean, memories_of, start_from
+from ttcd_jax.inference import inference_model, mean, memories_of, prefill, start_from, start_state
 from ttcd_jax.run.directory import RunDirectory, load_run
 
 FLAGS = flags.FLAGS

@@ -24,14 +24,13 @@ from flax import nnx
 from ttcd_kernels.measure import environment
 from ttcd_kernels.table import format_table
 
+from ttcd_jax import Block, Precision
 from ttcd_jax.commands import cli
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_json
 from ttcd_jax.methods.ideal import IdealMemoryConfig
 from ttcd_jax.models.config import TransformerConfig, block_configs
-from ttcd_jax.nn.block import Block
 from ttcd_jax.nn.row import Row
-from ttcd_jax.precision import Precision
 from ttcd_jax.storage import to_path
 
 FLAGS = flags.FLAGS

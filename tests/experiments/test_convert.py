@@ -10,21 +10,16 @@ import commands
 import numpy as np
 import pytest
 import tiny_run
-from checks import assert_same
 from flax import nnx
 from small_models import byte_model
 
+from ttcd_jax import MemoryConfig, Transformer
 from ttcd_jax.data.records import sealed
 from ttcd_jax.data.tokenizer import build_tokenizer, tokenizer_of, train_tokenizer
-from ttcd_jax.inference import dense, inference_model, read_memory
-from ttcd_jax.interop.hugging_face import open_hugging_face
 from ttcd_jax.interop.reference_config import export_reference
 from ttcd_jax.interop.weight_files import SINGLE, open_weights, write_safetensors
-from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import RunDirectory, load_params, load_run
 from ttcd_jax.train.checkpoint import Checkpoints
-from ttcd_jax.train.layers_on_disk import by_name, unstacked
 
 MEMORY = MemoryConfig(chunk_size=4, student_conv_init="normal", output="teacher_raw")
 MODEL = byte_model(num_layers=2, fast_layers=(1,), memory=MEMORY)
@@ -116,20 +111,6 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
     more = tiny_run.params(*SMALL, *bindings, "STEPS=4")
     line = ("launch", "--gin=continue.gin", f"--run_dir={run_dir}", "--change=RunConfig.steps")
     assert "start_from" in commands.refused(*line, *more, status=4)
-
-
-def test_an_imported_run_is_exported_with_a_memory_in_its_weights(imported, tmp_path):
-    run = load_run(imported[0])
-    kept = read_memory(inference_model(run.model), run.tokenizer.encode("the lazy dog " * 3))
-    kept.save(tmp_path / "kept")
-    line = ("convert", "export", "--format=huggingface", f"--memory={tmp_path / 'kept'}")
-    commands.output(*line, imported[0], tmp_path / "plain")
-    leaves, config, _ = open_hugging_face(tmp_path / "plain")
-    assert config.method == "swa"
-    plain = dense(run.model, kept)
-    theirs = by_name(nnx.to_pure_dict(nnx.state(plain, nnx.Param)))
-    read = {name: leaf.read() for name, leaf in by_name(leaves).items()}
-    assert_same(read, unstacked(plain.config, theirs))
 
 
 def test_a_tokenizer_is_copied_and_a_text_of_other_tokens_refused(checkpoint, text, tmp_path):

@@ -7,16 +7,14 @@ import commands
 import numpy as np
 import pytest
 from checks import assert_same
-from flax import nnx
-from small_models import byte_model
+from small_models import byte_model, rows_of
 from tiny_run import save_text_model
 
+from ttcd_jax import MemoryConfig, load_run
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.inference import Generation, Request, dense, inference_model, load_memory, start_from
 from ttcd_jax.interop.hugging_face import open_hugging_face
-from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.run.directory import load_run
-from ttcd_jax.train.layers_on_disk import by_name, unstacked
+from ttcd_jax.train.layers_on_disk import by_name
 
 MODEL = byte_model(window=16, student_window=8, memory=MemoryConfig(chunk_size=16))
 MODEL = MODEL.replace(has_tied_head=False, init_std=0.5)
@@ -127,9 +125,7 @@ def test_a_memory_is_kept_asked_and_written_into_a_plain_model(place, tmp_path):
     leaves, config, _ = open_hugging_face(folder)
     assert config.method == "swa"
     read = {name: leaf.read() for name, leaf in by_name(leaves).items()}
-    plain = dense(run.model, memory)
-    theirs = by_name(nnx.to_pure_dict(nnx.state(plain, nnx.Param)))
-    assert_same(read, unstacked(plain.config, theirs))
+    assert_same(read, rows_of(dense(run.model, memory)))
 
 
 def test_the_commands_of_the_page_run(place, tmp_path):

@@ -2,8 +2,6 @@
 
 import json
 import re
-import signal
-import subprocess
 
 import commands
 import pytest
@@ -22,7 +20,7 @@ LAUNCH = ("launch", *tiny_run.flags("recall.gin", *tiny_run.RECALL))
 def finished(tmp_path_factory):
     """An uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    result = commands.run(*LAUNCH, f"--run_dir={run_dir}", is_forked=False)
+    result = commands.run(*LAUNCH, f"--run_dir={run_dir}", "--profile=2:4", is_forked=False)
     assert result.returncode == 0
     # What its memory stores the convolutions make, and hardly the windows.
     first, *others = result.stderr.splitlines()
@@ -42,6 +40,8 @@ def test_a_run_directory_holds_all_that_evaluation_needs_and_is_complete(finishe
     assert re.search(r"\nstarted in [\d.]+ s: importing [\d.]+, .*\nstep  1/24  loss \d", output)
     assert re.search(r"step 24/24  loss \d", output)
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["16", "20", "24"]
+    (trace,) = (run_dir / "profile").rglob("*.xplane.pb")
+    assert trace.relative_to(run_dir).parts[:2] == ("profile", "step_2")
     # The same command trains nothing.
     before = (run_dir / "metrics.jsonl").read_bytes()
     assert "complete at step 24" in commands.output(*LAUNCH, f"--run_dir={run_dir}")
@@ -97,24 +97,3 @@ def test_needles_are_measured_as_kept_and_as_published_and_shown(finished):
         *("index.html", "needle.svg"),
         *("training.svg", "memory_ratio.svg", "gate_mean.svg", "window_share.svg"),
     }
-
-
-def test_flag_and_signal_leave_traces_in_the_run_directory(tmp_path):
-    """A run traces the steps that it is told to, and again when it gets a signal."""
-
-    def traces():
-        folder = tmp_path / "run" / "profile"
-        return {file.relative_to(folder).parts[0] for file in folder.rglob("*.xplane.pb")}
-
-    bindings = ("STEPS=1000000", "RunConfig.checkpoint_every=250")
-    line = (*LAUNCH, *tiny_run.params(*bindings), f"--run_dir={tmp_path / 'run'}", "--profile=2:4")
-    process = commands.start(*line, stdout=subprocess.DEVNULL)
-    try:
-        tiny_run.wait_until(traces, process)
-        assert traces() == {"step_2"}
-        process.send_signal(signal.SIGUSR2)
-        tiny_run.wait_until(lambda: len(traces()) == 2, process)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 75
-    finally:
-        process.kill()

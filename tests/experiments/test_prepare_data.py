@@ -15,10 +15,9 @@ import pytest
 import tiny_run
 from damage import flip_bit
 
-from ttcd_jax import units
+from ttcd_jax import load_run, units
 from ttcd_jax.data.records import open_records, read_manifest
 from ttcd_jax.data.tokenizer import build_tokenizer, tokenizer_of
-from ttcd_jax.run.directory import load_run
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from hugging_face.make import drawn
 from small_models import config_of
 
+from ttcd_jax import MemoryConfig, Precision
 from ttcd_jax.files import write_whole
 from ttcd_jax.interop.hugging_face import MODELING, export_hugging_face, is_own
 from ttcd_jax.interop.weight_files import write_safetensors
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
-from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.nn.rope import Llama3Config, RopeConfig, YarnConfig
-from ttcd_jax.precision import Precision
 from ttcd_jax.train.state import abstract_params
 
 SIZES = {"vocab_size": 61, "dim": 24, "mlp_dim": 40, "num_layers": 3, "num_heads": 6}

@@ -4,15 +4,14 @@ import commands
 import numpy as np
 import pytest
 from checks import randomize, refused
-from small_models import config_of
+from small_models import config_of, model_of
 from tiny_run import save_text_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ttcd_jax.data.tokenizer import JsonTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError
+from ttcd_jax.inference import Generation, Request, inference_model
 from ttcd_jax.inference.chat import Chat, rendered
-from ttcd_jax.inference.generate import Generation, Request
-from ttcd_jax.inference.model import inference_model
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import IMPORT, IMPORTED, RunDirectory, chat_template, load_run
 
@@ -101,7 +100,7 @@ def test_a_template_that_rewrites_history_is_read_from_its_beginning(model, toke
 
 
 def test_full_attention_needs_the_length_of_a_conversation(tokenizer):
-    model = inference_model(randomize(Transformer, config_of("full", vocab_size=260)))
+    model = inference_model(model_of("full", vocab_size=260))
     refused("give max_length", next, (chat := Chat(model, tokenizer, TEMPLATE)).answer("a"))
     assert not chat.messages
 

@@ -7,14 +7,11 @@ from checks import refused
 from flax import nnx
 from small_models import byte_model
 
+from ttcd_jax import MemoryConfig, Transformer
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError
+from ttcd_jax.inference import SamplingConfig, inference_model, start_state
 from ttcd_jax.inference.generate import Event, Generation, Request, next_token
-from ttcd_jax.inference.model import inference_model
-from ttcd_jax.inference.sampling import SamplingConfig
-from ttcd_jax.inference.state import start_state
-from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.transformer import Transformer
 
 TOKENIZER = ByteTokenizer()
 MEMORY = MemoryConfig(chunk_size=32)

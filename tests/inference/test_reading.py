@@ -12,21 +12,17 @@ from checks import assert_close, distance, logits_of, randomize, refused
 from devices import elsewhere
 from flax import nnx
 from jax.sharding import AxisType
-from small_models import CHUNK, RECALL, config_of
+from small_models import CHUNK, RECALL, config_of, model_of
 from ttcd_kernels.measure import temp_bytes
 
+from ttcd_jax import MemoryConfig, Precision, Transformer, TransformerConfig
 from ttcd_jax.errors import DataError
+from ttcd_jax.inference import inference_model, start_state
 from ttcd_jax.inference.decode import decode, head_logits, head_weight
-from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import even_size, prefill, stream
-from ttcd_jax.inference.state import start_state
 from ttcd_jax.methods import METHODS
-from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import Views
 from ttcd_jax.nn.row import Row
-from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.mesh import AXES
 from ttcd_jax.tasks.recall import read_back
 from ttcd_jax.train.state import with_params
@@ -220,7 +216,7 @@ IS_LONG = LENGTHS >= CHUNK
 def one_layer(request):
     # One layer, so that what its MLP does to a token reaches no other token's input.
     with jax.enable_x64(True):
-        return randomize(Transformer, config_of(request.param, num_layers=1))
+        return model_of(request.param, num_layers=1)
 
 
 def _published(model, start: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -268,7 +264,7 @@ def test_prompts_read_their_memory_and_decoding_is_plain(one_layer):
 def test_needles_are_read_back_as_one_pass_answers_them():
     # The third pair stays in the open chunk of the prompt: decoding has to write it.
     rows = RECALL.needles(seed=1, num_rows=8, num_needles=3, num_tokens=8)
-    model = randomize(Transformer, config_of("ipttcd", num_layers=1))
+    model = model_of("ipttcd", num_layers=1)
     read = [np.repeat(x[:, None], 3, axis=1) for x in (rows.facts, rows.haystack)]
     whole = np.concatenate([*read, rows.questions], axis=2)
     logits = jax.jit(lambda x: model(x)[:, -1])(jnp.asarray(whole.reshape(24, -1)))

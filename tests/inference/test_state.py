@@ -15,15 +15,13 @@ from devices import environment
 from flax import nnx
 from small_models import config_of
 
+from ttcd_jax import MemoryConfig, Precision, Transformer
 from ttcd_jax.errors import CheckpointError
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill, stream
 from ttcd_jax.inference.saved_state import load_state, save_state
 from ttcd_jax.inference.state import start_state, state_bytes
 from ttcd_jax.methods import METHODS
-from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.precision import Precision
 from ttcd_jax.train import digest
 
 NARROW = config_of(

@@ -9,30 +9,26 @@ import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, draw, randomize, refused
 from flax import nnx
-from small_models import CHUNK, FLOAT64, config_of
+from small_models import CHUNK, FLOAT64, config_of, model_of
 
+from ttcd_jax import IPTTCDMLP, IPTTCDConfig, MemoryConfig, MLPConfig, Piece, Precision, Transformer
 from ttcd_jax.errors import CheckpointError
-from ttcd_jax.inference.model import inference_model
-from ttcd_jax.inference.prefill import prefill, stream
-from ttcd_jax.inference.saved_state import load_state, model_facts, save_state
-from ttcd_jax.inference.state import frozen, start_state
-from ttcd_jax.inference.text_memory import (
+from ttcd_jax.inference import (
     TextMemory,
     dense,
+    inference_model,
     load_memory,
     mean,
     memories_of,
     read_memory,
     start_from,
 )
+from ttcd_jax.inference.prefill import prefill, stream
+from ttcd_jax.inference.saved_state import load_state, model_facts, save_state
+from ttcd_jax.inference.state import frozen, start_state
 from ttcd_jax.memory.prefix import PrefixOptions, Writes
 from ttcd_jax.memory.running import CorrectingMemory
 from ttcd_jax.methods.ip_ttt import IPTTTMLP, IPTTTConfig, TargetMemoryConfig
-from ttcd_jax.methods.ipttcd import IPTTCDMLP, IPTTCDConfig, MemoryConfig
-from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.nn.mlp import MLPConfig
-from ttcd_jax.nn.row import Piece
-from ttcd_jax.precision import Precision
 from ttcd_jax.train.layers_on_disk import by_name
 
 MLP = MLPConfig(dim=6, hidden_dim=8, precision=FLOAT64)
@@ -107,7 +103,7 @@ A, B = np.random.default_rng(1).integers(0, 11, (2, 2 * CHUNK))
 def test_a_fresh_state_reads_a_memory_as_the_next_document_of_its_row(method, float64, tmp_path):
     settings = config_of(method).memory.replace(resets_at_document=False)
     layers = {"ipttcd": (0, 1), "ipttcd_stream": (1,)}[method]
-    whole = randomize(Transformer, config_of(method, fast_layers=layers, memory=settings), std=0.5)
+    whole = model_of(method, fast_layers=layers, memory=settings)
     ids = jnp.repeat(jnp.arange(2), 2 * CHUNK)[None]
     want = jax.jit(lambda x: whole(x, ids))(jnp.asarray(np.concatenate([A, B])[None]))[0, -1]
     model = inference_model(whole)
@@ -184,7 +180,7 @@ def test_a_plain_model_has_a_memory_in_its_weights(name, float64):
 def test_narrow_weights_are_wide_once_a_memory_is_in_them():
     precision = Precision(param="bfloat16")
     memory = MemoryConfig(chunk_size=CHUNK, output="teacher_raw", eta=1e-3, normalizes_keys=False)
-    whole = randomize(Transformer, config_of("ipttcd", memory=memory, precision=precision))
+    whole = model_of("ipttcd", memory=memory, precision=precision)
     kept = drawn(inference_model(whole))
     plain, none = dense(whole, kept), dense(whole, 0 * kept)
     assert {str(x.dtype) for x in jax.tree.leaves(nnx.state(plain, nnx.Param))} == {"float32"}
@@ -221,7 +217,7 @@ def test_what_has_no_memory_of_that_kind_is_refused_by_name():
         ("ipttcd", "output 'teacher' reads what teacher_conv|output='teacher_raw'"),
         ("ipttcd_stream", "norm 1|keep the memory"),
     ):
-        whole = randomize(Transformer, config_of(method, precision=Precision()))
+        whole = model_of(method, precision=Precision())
         refused(words, dense, whole, drawn(inference_model(whole)))
 
 

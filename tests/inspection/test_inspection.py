@@ -14,12 +14,11 @@ from flax import nnx
 from small_models import CHUNK, SETTINGS, byte_model, config_of
 from tiny_run import save_text_model
 
-from ttcd_jax import inspect
+from ttcd_jax import Transformer, inspect
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.inspection import reading, with_stream_memory
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.models.config import switched_off
-from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.loss import token_scores
 from ttcd_jax.train.state import with_params
 

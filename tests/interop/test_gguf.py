@@ -5,12 +5,10 @@ import json
 import random
 
 import gguf
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
 from checks import distance, logits_of, refused
-from flax.traverse_util import unflatten_dict
 from hugging_face.make import FILE, TOKENS, drawn
 from tokenizers import pre_tokenizers
 
@@ -18,8 +16,7 @@ from ttcd_jax.data.tokenizer import special_tokens
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.interop import gguf_files
 from ttcd_jax.nn.rope import Llama3Config, RopeConfig, YarnConfig, pair_frequencies
-from ttcd_jax.train.layers_on_disk import by_name, stacked
-from ttcd_jax.train.state import abstract_params, with_params
+from ttcd_jax.train.layers_on_disk import by_name, model_of
 
 TEXT = "It's 1234 dogs,  \n\n a café — and 42 quick foxes' tails.\t"
 Q = gguf.GGMLQuantizationType
@@ -78,9 +75,8 @@ def _case(stored, case):
 
 def _model(path):
     (params, config, facts), _ = open_gguf(path)
-    rows = {name: jnp.asarray(leaf.read()) for name, leaf in by_name(params).items()}
-    whole = stacked(config, rows, by_name(abstract_params(config)))
-    return with_params(config, unflatten_dict(whole, sep="/")), facts
+    rows = {name: leaf.read() for name, leaf in by_name(params).items()}
+    return model_of(config, rows), facts
 
 
 @pytest.mark.parametrize("case", ["llama", "llama_llama3", "qwen2", "qwen3", "llama_tied_linear"])

@@ -5,24 +5,20 @@ import subprocess
 import sys
 
 import commands
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from checks import distance, logits_of, refused
 from hugging_face.make import CASES, SIZES, STORED, TOKENS, drawn
 
-from tests.parity.checks import stacked_params
+from ttcd_jax import Precision, load_run
 from ttcd_jax.data.tokenizer import special_tokens, train_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError
 from ttcd_jax.interop.checkpoint import names_on_disk
 from ttcd_jax.interop.hugging_face import model_of, open_hugging_face, their_name
 from ttcd_jax.interop.weight_files import write_safetensors
 from ttcd_jax.nn.rope import YarnConfig
-from ttcd_jax.precision import Precision
-from ttcd_jax.run.directory import load_run
-from ttcd_jax.train.layers_on_disk import by_name
-from ttcd_jax.train.state import with_params
+from ttcd_jax.train import layers_on_disk as disk
 
 IMPORT = ("convert", "import", "--format=huggingface")
 
@@ -46,8 +42,8 @@ def write(tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case, write):
     params, config, _ = open_hugging_face(write(case))
-    rows = {name: jnp.asarray(leaf.read()) for name, leaf in by_name(params).items()}
-    found = logits_of(with_params(config, stacked_params(rows, config)), TOKENS)
+    rows = {name: leaf.read() for name, leaf in disk.by_name(params).items()}
+    found = logits_of(disk.model_of(config, rows), TOKENS)
     assert distance(found, STORED[f"{case}.logits"]) < 1e-5
 
 
@@ -146,7 +142,7 @@ def test_dtypes_of_one_folder_have_one_that_holds_them(write, mlp, rest, expecte
     write_safetensors(folder, narrow)
     read, config, _ = open_hugging_face(folder)
     assert config.precision == Precision(param=expected)
-    assert {leaf.read().dtype.name for leaf in by_name(read).values()} == {expected}
+    assert {leaf.read().dtype.name for leaf in disk.by_name(read).values()} == {expected}
 
 
 def test_an_import_is_a_run_in_the_dtype_of_its_files(write, tmp_path):

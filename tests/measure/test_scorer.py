@@ -15,7 +15,7 @@ from checks import assert_close, logits_of, randomize, refused
 from damage import flip_bit
 from devices import elsewhere
 from flax import nnx
-from small_models import SETTINGS, byte_model, config_of
+from small_models import SETTINGS, byte_model, model_of
 from tiny_run import save_text_model
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
@@ -73,8 +73,8 @@ def _expected(model, row, targets=None):
 def _model(method):
     if method == "ahead":
         memory = SETTINGS["ipttcd"].replace(is_conv_causal=False)
-        return randomize(Transformer, config_of("ipttcd", memory=memory))
-    return randomize(Transformer, config_of(method))
+        return model_of("ipttcd", memory=memory)
+    return model_of(method)
 
 
 MODELS = [("ipttcd", 1), ("ipttcd", 16), ("ipttcd", 2048), ("full", 16), ("ahead", 16)]

@@ -10,20 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import logits_of, randomize, refused
-from small_models import config_of
+from checks import logits_of, refused
+from small_models import config_of, model_of
 
+from ttcd_jax import MemoryConfig, Precision
 from ttcd_jax.commands.cli import parse_options
 from ttcd_jax.config import Positive
 from ttcd_jax.errors import DataError, NonFiniteError, UserError
 from ttcd_jax.files import write_json
 from ttcd_jax.measure.results import evaluate, merged, read_all_results, read_results, task_sections
 from ttcd_jax.measure.task import RowTask, Subject, find_task, register, row_scores
-from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.ipttcd_stream import StreamMemoryConfig
 from ttcd_jax.models.config import switched_off
-from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.precision import Precision
 from ttcd_jax.run.bindings import rebound
 from ttcd_jax.tasks import TASKS
 
@@ -78,7 +76,7 @@ def toy():
 
 
 def _subject(run_dir, label=None, **changes):
-    model = randomize(Transformer, config_of("ipttcd", precision=Precision(), **changes))
+    model = model_of("ipttcd", precision=Precision(), **changes)
     return Subject(model, None, {"type": "none"}, run_dir, label)
 
 

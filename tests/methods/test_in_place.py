@@ -14,12 +14,11 @@ from flax import nnx
 from small_models import FLOAT64, config_of, outside_method
 from ttcd_kernels import launch
 
-from ttcd_jax import MLPConfig, Precision
+from ttcd_jax import IPTTCDMLP, IPTTCDConfig, MemoryConfig, MLPConfig, Precision
 from ttcd_jax.memory.distillation import Distillation
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.ideal import IdealConfig, IdealMemoryConfig, IdealMLP
 from ttcd_jax.methods.ip_ttt import IPTTTMLP, IPTTTConfig, TargetMemoryConfig
-from ttcd_jax.methods.ipttcd import IPTTCDMLP, IPTTCDConfig, MemoryConfig
 from ttcd_jax.models.config import block_configs
 from ttcd_jax.nn.row import Row
 

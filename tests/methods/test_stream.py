@@ -2,32 +2,26 @@
 with a frozen one."""
 
 import functools
-import math
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, randomize, refused
 from flax import nnx
-from flax.traverse_util import unflatten_dict
-from small_models import CHUNK, config_of
+from small_models import CHUNK, config_of, model_of, rows_of
 
 from ttcd_jax import Precision, Transformer, TransformerConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import CheckpointError
-from ttcd_jax.inference.decode import decode
-from ttcd_jax.inference.generate import Generation, Request
-from ttcd_jax.inference.model import inference_model
-from ttcd_jax.inference.prefill import prefill
+from ttcd_jax.inference import Generation, Request, decode, inference_model, prefill
 from ttcd_jax.inference.saved_state import load_state, save_state
 from ttcd_jax.inference.state import frozen, start_state
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.methods.ipttcd_stream import StreamMemoryConfig
-from ttcd_jax.nn.rope import rotate
 from ttcd_jax.tasks import gap
 from ttcd_jax.train import layers_on_disk as disk
-from ttcd_jax.train.state import abstract_params, with_params
 
 IDS = np.repeat([5, 2, 9], [9, 1, 13]).astype(np.int32)
 T = len(IDS)
@@ -42,47 +36,11 @@ def _config(**changes) -> TransformerConfig:
     return config_of("ipttcd_stream", memory=memory, **fields | changes)
 
 
-def _rows(model) -> dict[str, jax.Array]:
-    """The parameters by their names on disk."""
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return disk.unstacked(model.config, disk.by_name(params))
-
-
 def _of_rows(config, rows):
     """The model of those parameters that it has; others are zero."""
-    like = disk.by_name(abstract_params(config))
-    rows = {
-        x: rows.get(x, np.zeros(y.shape, y.dtype)) for x, y in disk.stored_params(config).items()
-    }
-    return with_params(config, unflatten_dict(disk.stacked(config, rows, like), sep="/"))
-
-
-def _norm(x, weight, eps=1e-6):
-    return weight * x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps)
-
-
-def _attended(config, p, x, ids, window):
-    H, place = config.head_size, jnp.arange(len(x))
-    begin = np.array([np.flatnonzero(ids == document)[0] for document in ids])
-    near = place[:, None] - place < (window or len(x))
-    near |= place - begin[:, None] < config.sink_tokens
-    is_seen = near & (ids[:, None] == ids) & (place <= place[:, None])
-    q, k, v = (
-        (x @ p[f"mixer/{name}"]).reshape(len(x), -1, H) for name in ("query", "key", "value")
-    )
-    q, k = (rotate(heads[None], (place - begin)[None], config.rope)[0] for heads in (q, k))
-    score = jnp.einsum("TNH,SNH->NTS", q, k) / math.sqrt(H)
-    weight = jax.nn.softmax(jnp.where(is_seen, score, -jnp.inf))
-    out = jnp.einsum("NTS,SNH->TNH", weight, v)
-    return out.reshape(len(x), -1) @ p["mixer/out"]
-
-
-def _layer(config, p, h, ids, window):
-    """(the stream after the layer; the normed input, the features and the output of its MLP)."""
-    h = h + _attended(config, p, _norm(h, p["mixer_norm"]), ids, window)
-    x = _norm(h, p["mlp_norm"])
-    z = jax.nn.silu(x @ p["mlp/gate"]) * (x @ p["mlp/up"])
-    return h + z @ p["mlp/down"], x, z, z @ p["mlp/down"]
+    shapes = disk.stored_params(config)
+    rows = {x: rows.get(x, np.zeros(y.shape, y.dtype)) for x, y in shapes.items()}
+    return disk.model_of(config, rows)
 
 
 def _remembered(settings, z, d, beta, ids, until):
@@ -103,20 +61,20 @@ def _defined(config, rows, tokens, ids, until=T):
     teacher = student = rows["embedding"][tokens]
     settings, found = config.settings, None
     for layer in range(config.num_layers):
-        name = f"layers/{layer}/"
-        p = {x.removeprefix(name): y for x, y in rows.items() if x.startswith(name)}
-        student, x, z, y = _layer(config, p, student, ids, config.student_window)
+        run = functools.partial(definitions.layer, config, rows, layer, config.sink_tokens, ids)
+        student, x, z, y = run(config.student_window, student)
         if layer <= max(config.fast_layers):
-            teacher, theirs, _, target = _layer(config, p, teacher, ids, config.window)
+            teacher, theirs, _, target = run(config.window, teacher)
         if layer in config.fast_layers:
             stops = jax.lax.stop_gradient if settings.stops_teacher else lambda x: x
             d = stops(target) - y if settings.target == "layer" else stops(teacher) - student
             seen = stops(theirs) if settings.rate_source == "teacher" else x
             odds = settings.initial_rate / (1 - settings.initial_rate)
-            beta = 1 / (1 + jnp.exp(-(seen @ p["mlp/rate"])) / odds)
+            gate = seen @ rows[f"layers/{layer}/mlp/rate"]
+            beta = 1 / (1 + jnp.exp(-gate) / odds)
             found = d, _remembered(settings, z, d, beta, ids, until)
             student = student + settings.eta * found[1]
-    return _norm(student, rows["final_norm"]), found
+    return definitions.norm(student, rows["final_norm"]), found
 
 
 VARIANTS = {
@@ -136,7 +94,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_model_is_its_definition_with_every_gradient(name, float64):
     model = randomize(Transformer, config := _config(**VARIANTS[name]), std=0.3)
-    rows, (graph, params) = _rows(model), nnx.split(model)
+    rows, (graph, params) = rows_of(model), nnx.split(model)
     tokens, ids = TOKENS[0], jnp.asarray(IDS[None])
     weight = np.random.default_rng(1).standard_normal((T, config.dim))
 
@@ -169,7 +127,7 @@ def test_without_a_gap_or_a_read_the_model_is_the_windowed_one_to_the_bit(dtype)
         precision=Precision(compute=dtype), sink_tokens=1, num_layers=3, fast_layers=(1,)
     )
     config = config.replace(scans_layers=False)  # a loop is compiled on its own
-    rows = _rows(randomize(Transformer, config))
+    rows = rows_of(randomize(Transformer, config))
     changes = {"method": "swa", "window": 3, "fast_layers": (), "memory": None}
     run = nnx.jit(lambda model: model.forward(jnp.asarray(TOKENS), jnp.asarray([IDS] * 2)))
     plain, _ = run(_of_rows(config.replace(**changes), rows))
@@ -192,7 +150,7 @@ def test_pieces_and_single_tokens_are_one_pass_and_the_student_goes_on_alone(
 ):
     """With what the memory holds, whatever was read before; on disk too."""
     config = _config(window=window, student_window=3, sink_tokens=2)
-    rows, start = _rows(whole := randomize(Transformer, config)), 18
+    rows, start = rows_of(whole := randomize(Transformer, config)), 18
     model, want = inference_model(whole), nnx.jit(lambda x: x(jnp.asarray(TOKENS)))(whole)
     state = start_state(model, 2, max_length=T)
     logits, state = prefill(model, state, TOKENS[:, :split], piece_size=size)
@@ -211,8 +169,7 @@ def test_pieces_and_single_tokens_are_one_pass_and_the_student_goes_on_alone(
     logits, state = prefill(alone, state, TOKENS[:, start : start + 3])
     assert_close(np.asarray(logits), want[:, start + 2])
     save_state(tmp_path / "state", alone, state)
-    with pytest.raises(CheckpointError, match="another configuration"):
-        load_state(tmp_path / "state", model)
+    refused("another configuration", load_state, tmp_path / "state", model, error=CheckpointError)
     state = load_state(tmp_path / "state", alone)
     for t in range(start + 3, T):
         logits, state = decode(alone, state, TOKENS[:, t])
@@ -233,7 +190,7 @@ def test_generation_freezes_the_memory_after_the_prompt(float64):
         logits, state = decode(alone, state, np.array(found[-1:]))
     assert texts == found
     assert generation.model.config == alone.config
-    plain = inference_model(randomize(Transformer, config_of("swa", vocab_size=config.vocab_size)))
+    plain = inference_model(model_of("swa", vocab_size=config.vocab_size))
     refused("'swa'|no memory in a down projection", begin, plain, memory="frozen")
 
 
@@ -242,7 +199,7 @@ def test_distances_are_those_of_the_streams(float64):
     found = nnx.jit(
         lambda model: model.distillation(jnp.asarray(TOKENS[:1]), jnp.asarray(IDS[None]))
     )(model)
-    d, read = _defined(config, _rows(model), TOKENS[0], IDS)[1]
+    d, read = _defined(config, rows_of(model), TOKENS[0], IDS)[1]
     assert found.off.shape == (1, 1, T)
     assert_close(np.asarray(found.off[0, 0]), jnp.linalg.norm(d, axis=-1), 1e-9)
     assert_close(np.asarray(found.on[0, 0]), jnp.linalg.norm(d - read, axis=-1), 1e-9)
@@ -264,7 +221,7 @@ def test_it_starts_as_the_task_stream_measures_without_training(float64):
     assert disk.stored_params(config).keys() - disk.stored_params(full).keys() == {
         "layers/2/mlp/rate"
     }
-    silent, rows = config.replace(memory=memory.replace(eta=0.0)), _rows(model)
+    silent, rows = config.replace(memory=memory.replace(eta=0.0)), rows_of(model)
 
     def losses(config):
         scores = task.scorer(subject, "", _of_rows(config, rows)).losses(documents)

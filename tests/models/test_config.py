@@ -3,9 +3,8 @@
 import pytest
 from small_models import SETTINGS, config_of
 
-from ttcd_jax import Precision
+from ttcd_jax import MemoryConfig, Precision
 from ttcd_jax.methods import METHODS
-from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import block_configs, switched_off
 
 

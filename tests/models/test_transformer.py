@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from devices import launched_kernels
 from flax import nnx
-from small_models import config_of
+from small_models import config_of, model_of
 
 from ttcd_jax import MemoryConfig, Precision, Transformer, TransformerConfig
 from ttcd_jax.models.config import block_configs
@@ -140,7 +140,7 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
 
 def test_a_document_reads_as_a_row_of_its_own_also_by_absolute_positions(float64):
     """A memory of LaCT is not shift-invariant: positions restart with documents."""
-    model = checks.randomize(Transformer, config_of("lact"), std=0.3)
+    model = model_of("lact", std=0.3)
     ids = jnp.asarray(np.repeat([[0, 7]], 8, axis=1))  # the second begins at a chunk
     tokens = jnp.asarray(np.concatenate([TOKENS[:1, :8], TOKENS[1:, :8]], axis=1))
     together = nnx.jit(lambda model, tokens, ids: model(tokens, ids))(model, tokens, ids)
@@ -149,7 +149,7 @@ def test_a_document_reads_as_a_row_of_its_own_also_by_absolute_positions(float64
 
 
 def test_a_token_outside_the_vocabulary_is_nan_where_it_cannot_be_refused():
-    model = checks.randomize(Transformer, config_of("swa", precision=Precision()))
+    model = model_of("swa", precision=Precision())
     tokens = jnp.asarray([[1, 2, V, 3], [1, -1, 2, 3], [1, 2, 3, 4]])
     logits = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
     assert jnp.isnan(logits[0, 2:]).all()
@@ -160,12 +160,12 @@ def test_a_token_outside_the_vocabulary_is_nan_where_it_cannot_be_refused():
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
 @pytest.mark.parametrize("method", ["ipttcd", "lact", "deltanet_hybrid"])
 def test_no_tokens_give_no_logits_and_no_gradient(method, shape):
-    model = checks.randomize(Transformer, config_of(method, precision=Precision()))
+    model = model_of(method, precision=Precision())
     tokens = jnp.zeros(shape, jnp.int32)
     assert model(tokens, tokens).shape == (*shape, V)
     gradient = nnx.grad(lambda model: model(tokens).sum())(model)
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradient))
-    plain = checks.randomize(Transformer, config_of("swa", precision=Precision()))
+    plain = model_of("swa", precision=Precision())
     assert jax.eval_shape(plain.forward, tokens)[1] is None
 
 
@@ -174,7 +174,7 @@ LAYERS = {"num_layers": 4, "fast_layers": (0, 2)}
 
 def _found(layers=LAYERS, **changes):
     """(a model, the distances of its layers)."""
-    model = checks.randomize(Transformer, config_of("ipttcd", **layers | changes))
+    model = model_of("ipttcd", **layers | changes)
     ids = jnp.asarray(checks.TWO_ROWS)
     found = nnx.jit(lambda model: model.distillation(jnp.asarray(TOKENS), ids))(model)
     return model, jax.tree.map(lambda x: x.astype(float), found)
@@ -199,7 +199,7 @@ def test_every_layer_reports_its_own_distances_in_order_unrolled_too(float64):
 def test_a_forward_that_is_not_measured_computes_nothing_for_it(float64):
     """Measured, a layer has twelve more products: three with W_base, and delta_w and two of the
     read, for two kinds of features and for errors without a gap, which its share needs as well."""
-    model = checks.randomize(Transformer, config_of("ipttcd", **LAYERS, scans_layers=False))
+    model = model_of("ipttcd", **LAYERS, scans_layers=False)
 
     def products(run):
         eqns = checks.traced(lambda x: run(x), jnp.asarray(TOKENS))

@@ -11,10 +11,7 @@ from devices import elsewhere
 from flax import nnx
 from small_models import config_of, small_attention
 
-from ttcd_jax.inference.decode import decode
-from ttcd_jax.inference.model import inference_model
-from ttcd_jax.inference.prefill import prefill
-from ttcd_jax.inference.state import start_state
+from ttcd_jax.inference import decode, inference_model, prefill, start_state
 from ttcd_jax.interop.reference_config import export_reference
 from ttcd_jax.methods import METHODS
 from ttcd_jax.models.transformer import Transformer

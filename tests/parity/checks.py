@@ -28,15 +28,13 @@ from tests.parity.golden import (
     worse,
     worst,
 )
+from ttcd_jax import Block, Precision, Transformer
 from ttcd_jax.errors import DataError
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.interop import checkpoint as reference
 from ttcd_jax.interop.reference_config import transformer_config
 from ttcd_jax.memory.delta_rule import DeltaMemory, DeltaWrites, l2_normalize_inside
 from ttcd_jax.models.config import TransformerConfig, block_configs
-from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.nn.block import Block
-from ttcd_jax.precision import Precision
 from ttcd_jax.train.layers_on_disk import by_name, misfit, stacked
 from ttcd_jax.train.loss import next_token_loss
 from ttcd_jax.train.muon import Axes, group_of

@@ -9,9 +9,8 @@ from checks import assert_close, assert_same, logits_of, refused
 from small_models import byte_model, config_of
 from tiny_run import save_text_model
 
-from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax import MemoryConfig, Precision
 from ttcd_jax.nn.rope import RopeConfig, YarnConfig
-from ttcd_jax.precision import Precision
 from ttcd_jax.run.directory import RunDirectory, load_params, load_run
 from ttcd_jax.run.model_changes import changed_model, describe
 from ttcd_jax.train.state import with_params

@@ -8,10 +8,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from checks import logits_of, randomize, refused
+from checks import logits_of, refused
 from corpora import text_folder
-from small_models import config_of
+from small_models import model_of
 
+from ttcd_jax import Precision
 from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.sources import TextConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer, build_tokenizer, tokenizer_of, train_tokenizer
@@ -20,8 +21,6 @@ from ttcd_jax.measure import by_document
 from ttcd_jax.measure.results import evaluate, merged
 from ttcd_jax.measure.scorer import Scores
 from ttcd_jax.measure.task import Subject
-from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.precision import Precision
 from ttcd_jax.tasks.documents import FinalBlock, Position, Recurrence, distances
 from ttcd_jax.tasks.perplexity import Perplexity, PositionLoss, by_position
 
@@ -262,7 +261,7 @@ class _Zeros:
 
 
 def _model(method, **changes):
-    return randomize(Transformer, config_of(method, precision=Precision(), **changes))
+    return model_of(method, precision=Precision(), **changes)
 
 
 def test_perplexity_by_position_counts_marked_targets_and_their_bytes():

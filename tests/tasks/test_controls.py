@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, randomize, refused
+from checks import assert_close, refused
 from flax import nnx
-from small_models import CHUNK, FLOAT64, SETTINGS, config_of
+from small_models import CHUNK, FLOAT64, SETTINGS, model_of
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.measure.by_document import Selection
@@ -14,7 +14,6 @@ from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.memory.prefix import Writes
 from ttcd_jax.methods.in_place import controlled
-from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.sharding import rules
 from ttcd_jax.tasks.controls import Controls
 
@@ -34,7 +33,7 @@ DELTA = {"memory": SETTINGS["ipttcd"].replace(form="auto", corrects_errors=True)
 def _model(name, **changes):
     name, changes = ("ipttcd", changes | DELTA) if name == "delta rule" else (name, changes)
     fields = {"vocab_size": 258, "init_std": 0.5, "precision": FLOAT64}
-    return randomize(Transformer, config_of(name, **fields | changes))
+    return model_of(name, **fields | changes)
 
 
 @pytest.fixture(scope="module")

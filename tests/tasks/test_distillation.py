@@ -9,13 +9,12 @@ import pytest
 from checks import assert_close, randomize, refused
 from small_models import byte_model, config_of
 
+from ttcd_jax import Precision, Transformer
 from ttcd_jax.data.synthetic import RecallConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.measure.results import evaluate, merged
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.memory.distillation import summary
-from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
 from ttcd_jax.tasks.distillation import StudentTeacher, distances
 

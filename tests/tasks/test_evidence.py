@@ -4,15 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import randomize, refused
-from small_models import RECALL, config_of
+from checks import refused
+from small_models import RECALL, config_of, model_of
 
+from ttcd_jax import Precision
 from ttcd_jax.data.synthetic import EvidenceConfig
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.measure.results import evaluate
 from ttcd_jax.measure.task import Subject
-from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.precision import Precision
 from ttcd_jax.tasks.recall import Evidence, Needle, Recall, attention_reach, read_back
 
 DATA = EvidenceConfig(num_facts=3, num_keys=4, num_values=4, num_fillers=3, num_between=6)
@@ -20,7 +19,7 @@ DATA = EvidenceConfig(num_facts=3, num_keys=4, num_values=4, num_fillers=3, num_
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory):
-    model = randomize(Transformer, config_of("ipttcd", precision=Precision()))
+    model = model_of("ipttcd", precision=Precision())
     return Subject(model, None, DATA.to_dict(), tmp_path_factory.mktemp("run"), "mine")
 
 
@@ -51,7 +50,7 @@ def test_hits_are_likeliest_values_at_keys_by_the_distance_back_to_them(subject)
 
 def test_needles_are_asked_for_after_the_fillers_of_a_question():
     rows = DATA.needles(seed=1, num_rows=6, num_needles=2, num_tokens=32)
-    model = randomize(Transformer, config_of("ipttcd", num_layers=1, precision=Precision()))
+    model = model_of("ipttcd", num_layers=1, precision=Precision())
     parts = [rows.facts, rows.haystack]
     answers = [
         _likeliest(model, np.concatenate([*parts, asked], axis=1))[:, -1]

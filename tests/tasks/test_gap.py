@@ -1,46 +1,23 @@
 """The tasks gap and stream beside programs of numpy."""
 
-import jax.numpy as jnp
+import functools
+
+import definitions
 import numpy as np
 import pytest
 from checks import randomize, refused
-from flax import nnx
-from small_models import config_of
+from small_models import config_of, model_of, rows_of
 
+from ttcd_jax import Precision, Transformer
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Subject
-from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.nn.row import Row
-from ttcd_jax.precision import Precision
 from ttcd_jax.tasks import gap
 from ttcd_jax.tasks.gap import Gap, Stream
 
 LENGTH, WINDOW, SINKS = 150, 3, 2
 DOCUMENTS = [np.random.default_rng(n).integers(0, 11, LENGTH) for n in range(3)]
-
-
-def _norm(x, weight, eps=1e-6):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
-
-
-def _attended(attention, x, window, sinks):
-    row = Row.of(jnp.asarray(x)[None])
-    qkv, _ = attention.project(jnp.asarray(x)[None], row.positions)
-    q, k, v = (np.asarray(a)[0] for a in qkv)
-    i, j = np.indices((len(x), len(x)))
-    is_seen = (j <= i) & ((i - j < (window or len(x))) | (j < sinks))
-    score = np.einsum("TNH,SNH->NTS", q, k) / np.sqrt(q.shape[-1])
-    score = np.where(is_seen, score, -np.inf)
-    weight = np.exp(score - score.max(-1, keepdims=True))
-    out = np.einsum("NTS,SNH->TNH", weight / weight.sum(-1, keepdims=True), v)
-    return out.reshape(len(x), -1) @ np.asarray(attention.out[...])
-
-
-def _features(mlp, x):
-    gate = x @ np.asarray(mlp.gate[...])
-    return gate / (1 + np.exp(-gate)) * (x @ np.asarray(mlp.up[...]))
 
 
 def _read(z, e, corrects, rate=gap.RATE, until=LENGTH, lag=gap.CHUNK):
@@ -61,22 +38,13 @@ def _share(e, prediction):
     return 1 - ((e - prediction)[half:] ** 2).sum() / (e[half:] ** 2).sum()
 
 
-def _layer(block, h, window, sinks):
-    """(stream after the block, features, MLP output)."""
-    norms = [np.asarray(getattr(block, f"{x}_norm")[...]) for x in ("mixer", "mlp")]
-    h = h + _attended(block.mixer, _norm(h, norms[0]), window, sinks)
-    z = _features(block.mlp, _norm(h, norms[1]))
-    y = z @ np.asarray(block.mlp.down[...])
-    return h + y, z, y
-
-
-def _expected(blocks, embedding, layer):
+def _expected(layers, embedding, window):
     found = []
     for tokens in DOCUMENTS:
         h = embedding[tokens]
-        for block in blocks[: layer + 1]:
-            _, z, student = _layer(block, h, WINDOW, SINKS)
-            h, _, y = _layer(block, h, block.mixer.config.window, 0)
+        for layer in layers:
+            _, _, z, student = layer(SINKS, WINDOW, h)
+            h, _, _, y = layer(0, window, h)
         found.append((z, y - student, y))
     sizes, shares = [], []
     for at, (z, e, y) in enumerate(found):
@@ -97,16 +65,16 @@ def _expected(blocks, embedding, layer):
     return [np.mean(sizes), *shares, shares[-1] - shares[1]]
 
 
-def _recovered(blocks, embedding, norm, at, rate):
-    own, short = (blocks[0].mixer.config.window, 0), (WINDOW, SINKS)
+def _recovered(layers, embedding, norm, window, at, rate):
+    own, short = (0, window), (SINKS, WINDOW)
 
     def run(h, first, seen):
-        for block in blocks[first:]:
-            h = _layer(block, h, *seen)[0]
+        for layer in layers[first:]:
+            h = layer(*seen, h)[0]
         return h
 
     def losses(h, tokens):
-        logits = _norm(h, norm)[:-1] @ embedding.T
+        logits = np.asarray(definitions.norm(h, norm))[:-1] @ embedding.T
         top = logits.max(-1)
         lse = top + np.log(np.exp(logits - top[:, None]).sum(-1))
         return lse - logits[np.arange(LENGTH - 1), tokens[1:]]
@@ -114,10 +82,8 @@ def _recovered(blocks, embedding, norm, at, rate):
     found = []
     for tokens in DOCUMENTS:
         teacher = student = embedding[tokens]
-        for block in blocks[: at + 1]:
-            (teacher, _, x), (student, z, y) = (
-                _layer(block, h, *seen) for h, seen in ((teacher, own), (student, short))
-            )
+        for layer in layers[: at + 1]:
+            (teacher, _, _, x), (student, _, z, y) = layer(*own, teacher), layer(*short, student)
         found.append((student, z, teacher - student, x - y, run(teacher, at + 1, own)))
     shares, third = [], LENGTH // 3
     for number, (h, z, stream, local, last) in enumerate(found):
@@ -140,9 +106,16 @@ def _recovered(blocks, embedding, norm, at, rate):
     return np.array(shares)
 
 
-def _blocks(model):
-    graph = gap.inference_model(model)
-    return [nnx.merge(x, y) for x, y in zip(graph.blocks, graph.layers, strict=True)]
+def _parts(model):
+    """(a function (sinks, window, stream) of every layer, the embedding, the final norm)."""
+    rows, ids = {x: np.asarray(y) for x, y in rows_of(model).items()}, np.zeros(LENGTH, int)
+
+    def run(number, sinks, window, h):
+        found = definitions.layer(model.config, rows, number, sinks, ids, window, h)
+        return [*map(np.asarray, found)]
+
+    layers = [functools.partial(run, number) for number in range(model.config.num_layers)]
+    return layers, rows["embedding"], rows["final_norm"]
 
 
 def _subject(model):
@@ -150,22 +123,22 @@ def _subject(model):
 
 
 def test_layers_and_shares_are_those_of_their_definitions(float64):
-    model = randomize(Transformer, config_of("swa", window=7, dim=8, scans_layers=False))
+    model = model_of("swa", window=7, dim=8, scans_layers=False)
     task = Gap(windows=(WINDOW,), sinks=SINKS, length=LENGTH)
     records = task.measure(Scorer(model), DOCUMENTS, _subject(model))
+    layers, embedding, _ = _parts(model)
     for layer, record in enumerate(records):
         assert (record.layer, record.window) == (layer, WINDOW)
-        expected = _expected(_blocks(model), np.asarray(model.embedding[...]), layer)
+        expected = _expected(layers[: layer + 1], embedding, 7)
         np.testing.assert_allclose(record[2:], expected, rtol=1e-9, atol=1e-11)
     assert len(records) == 2
 
 
 def test_what_comes_back_of_the_headroom_is_that_of_its_definition(float64):
-    model = randomize(Transformer, config_of("swa", window=40, num_layers=3, scans_layers=False))
+    model = model_of("swa", window=40, num_layers=3, scans_layers=False)
     task = Stream(window=WINDOW, sinks=SINKS, layer=1, rate=0.2, length=LENGTH)
     records = task.measure(Scorer(model), DOCUMENTS, _subject(model))
-    embedding, norm = (np.asarray(x[...]) for x in (model.embedding, model.final_norm))
-    expected = _recovered(_blocks(model), embedding, norm, 1, 0.2)
+    expected = _recovered(*_parts(model), 40, 1, 0.2)
     assert [x.document for x in records] == [n for n in range(3) for _ in range(5)]
     np.testing.assert_allclose([x[2:] for x in records], expected, rtol=1e-7)
     assert [x["documents"] for x in task.table({"model": records})] == [3] * 5
@@ -177,14 +150,14 @@ def test_what_comes_back_of_the_headroom_is_that_of_its_definition(float64):
 def test_a_model_with_a_memory_is_measured_and_a_mixer_without_windows_refused(float64):
     documents = [x[:70] for x in DOCUMENTS[:2]]
     for method in ("ipttcd", "ipttt", "full"):
-        model = randomize(Transformer, config_of(method))
+        model = model_of(method)
         task = Gap(windows=(1, 2), length=70, layers=(1,))
         records = task.measure(Scorer(model), documents, _subject(model))
         assert [(x.layer, x.window) for x in records] == [(1, 1), (1, 2)]
         assert len(task.table({"one": records, "two": records})) == 4
         numbers = {f"one, student's window {x.window}/1": x.context for x in records}
         assert task.numbers({"one": records}) == numbers
-    model = randomize(Transformer, config_of("deltanet"))
+    model = model_of("deltanet")
     for task, words in ((Gap(), "has no student"), (Stream(), "window 128 loses nothing: no")):
         refused(words, task.measure, Scorer(model), documents, _subject(model))
 
@@ -202,5 +175,5 @@ def test_a_model_with_a_memory_is_measured_and_a_mixer_without_windows_refused(f
 def test_what_cannot_be_measured_is_refused(tmp_path, task, error, words):
     for number, length in enumerate((99, 9)):
         (tmp_path / f"{number}.txt").write_text("a" * length)
-    subject = _subject(randomize(Transformer, config_of("swa")))
+    subject = _subject(model_of("swa"))
     refused(words, task.replace(text=str(tmp_path)).rows, subject, error=error)

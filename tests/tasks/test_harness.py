@@ -19,6 +19,7 @@ from lm_eval.tasks import TaskManager
 from small_models import byte_model
 from tiny_run import save_text_model
 
+from ttcd_jax import MemoryConfig, load_run
 from ttcd_jax.commands import harness
 from ttcd_jax.commands.harness import RunLM
 from ttcd_jax.data.tokenizer import ByteTokenizer, build_tokenizer, tokenizer_of
@@ -27,8 +28,6 @@ from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.measure.harness import Refusals, ScorerLM, evaluate, load_tasks
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Subject
-from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.run.directory import load_run
 from ttcd_jax.tasks.harness import Harness, Score
 
 BOS, LONGEST = ByteTokenizer.bos_id, 384

@@ -17,6 +17,7 @@ from ttcd_kernels import measure
 from ttcd_kernels.table import Row
 
 from experiments.studies.kernels import programs
+from ttcd_jax import Transformer, TransformerConfig
 from ttcd_jax.config import Positive
 from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.sources import row_length, text_records
@@ -29,8 +30,6 @@ from ttcd_jax.measure.scorer import Scorer, batches
 from ttcd_jax.measure.task import Arrays, Series, Subject, Task, register
 from ttcd_jax.memory.prefix import Form
 from ttcd_jax.methods.in_place import PrefixSettings
-from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.tasks.perplexity import buckets
 from ttcd_jax.tokens import check_tokens
 from ttcd_jax.train.state import with_params

@@ -33,15 +33,13 @@ from ttcd_kernels import measure
 from experiments.studies.mad import records, tasks
 from experiments.studies.mad.records import Job, MADMethod, Measures, Point, RecipeConfig, Run
 from experiments.studies.mad.tasks import IGNORE, TASKS, MADConfig, Rows, TaskName
+from ttcd_jax import MemoryConfig, Precision, Transformer
 from ttcd_jax.axes import param
 from ttcd_jax.config import DISTINCT, Bound, Config, NonNegativeFloat, Positive, PositiveFloat
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
-from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
 from ttcd_jax.models.config import TransformerConfig, switched_off
-from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
-from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.batch import replicated
 from ttcd_jax.terminal import Progress
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer

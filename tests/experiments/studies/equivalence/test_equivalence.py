@@ -19,10 +19,8 @@ from ttcd_kernels.dual_window import api
 
 from experiments.studies.equivalence import tasks
 from experiments.studies.equivalence.tasks import FLIPS, KL, Distances, Kernel, Variant, agreement
+from ttcd_jax import MemoryConfig, Precision, Transformer
 from ttcd_jax.errors import NonFiniteError
-from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.precision import Precision
 from ttcd_jax.train.state import with_params
 
 CONFIG = config_of("ipttcd", window=6, student_window=3, precision=Precision())
