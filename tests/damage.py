@@ -65,6 +65,11 @@ def flip_bit(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
+def flip(path: Path) -> None:
+    """Flips the lowest bit of the byte in its middle."""
+    flip_bit(path, path.stat().st_size // 2)
+
+
 def fuzz(
     source: Any, read: Callable, count: int, *, write: Callable = edited, named: object = ""
 ) -> None:

@@ -118,10 +118,8 @@ def test_unknown_and_missing_keys_and_foreign_classes_are_named():
 
 def test_parameters_name_known_axes_only():
     assert axes.param(jnp.ones((2, 3)), ("embed", "mlp")).get_metadata("axes") == ("embed", "mlp")
-    with pytest.raises(KeyError, match="unknown logical axis 'width'"):
-        axes.param(jnp.ones(2), ("width",))
-    with pytest.raises(AssertionError, match="1 axis names"):
-        axes.param(jnp.ones((2, 3)), ("embed",))
+    refused("unknown logical axis 'width'", axes.param, jnp.ones(2), ("width",), error=KeyError)
+    refused("1 axis names", axes.param, jnp.ones((2, 3)), ("embed",), error=AssertionError)
 
 
 def test_every_user_error_has_an_exit_status_of_its_own():

@@ -154,6 +154,7 @@ CASES = [
             ("recall", "TransformerConfig.num_layers=1000000000000", "1 .. 10,000"),
             ("recall", "RunConfig.batch_size=1000000000", "16,777,216"),
             ("recall", "STEPS=2147483648", "in 1 .. 2^31 - 1"),
+            ("recall", "RunConfig.seed=4294967296", "RunConfig.seed|in 0 .. 2^32 - 1"),
             ("recall", "RunConfig.accumulation_steps=3", "3|32|accumulation_steps"),
             ("recall", "RunConfig.spike_factor=1", "spike_factor|above 1, at most 1e6, or None"),
         )
@@ -214,7 +215,7 @@ CONFIGS = [
     ("null", 3, "is a NoneType, not an object"),
     ('["x"]', 3, "is a list, not an object"),
     (DEEP, 3, "nested too deeply"),
-    ("{}", 2, "format 1"),
+    ("{}", 2, "is a run directory of format 1, this version reads 3"),
     ('{"format": 2}', 2, "no data"),
     ('{"format": 3}', 4, "config.json was edited or damaged since it was written: restore a"),
     ({"model": None}, 2, "no model"),

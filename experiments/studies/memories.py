@@ -7,20 +7,19 @@ it: the same facts as one text. The facts of a row have other keys, evenly asked
 then the last value is right.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from absl import flags
-from ttcd_kernels.measure import environment
 from ttcd_kernels.table import format_table
 
 from ttcd_jax.commands import cli
 from ttcd_jax.data.synthetic import HELD_OUT, EvidenceConfig
-from ttcd_jax.files import write_whole
 from ttcd_jax.inference import inference_model, mean, memories_of, prefill, start_from, start_state
+from ttcd_jax.measure.page import Section
 from ttcd_jax.run.directory import RunDirectory, load_run
+from ttcd_jax.run.page import write_records
 
 FLAGS = flags.FLAGS
 flags.DEFINE_multi_string("run_dir", None, "A run on evidence; may be repeated.", required=True)
@@ -33,12 +32,10 @@ def main(argv: list[str]) -> None:
     rows = [row for run_dir in FLAGS.run_dir for row in measured(run_dir)]
     print(format_table(rows))
     if FLAGS.output is not None:
-        machine = environment()
-        head = {"command": cli.command_line("memories"), "commit": machine["commit"] or "unknown"}
-        seeds = {RunDirectory(run_dir).read_config()["seed"] for run_dir in FLAGS.run_dir}
-        head |= {"device": f"{machine['cpu_count']} x {machine['device']}", "seeds": sorted(seeds)}
-        head["on"] = f"{_ASKED} facts of each of {_ROWS} rows"
-        write_whole(Path(FLAGS.output), "".join(f"{json.dumps(x)}\n" for x in (head, *rows)))
+        runs, on = [*map(Path, FLAGS.run_dir)], f"{_ASKED} facts of each of {_ROWS} rows"
+        facts = {"seeds": sorted({RunDirectory(x).read_config()["seed"] for x in runs}), "on": on}
+        command, sections = cli.command_line("memories"), [Section("Memories", rows)]
+        write_records(Path(FLAGS.output), sections, runs, command, **facts)
 
 
 def measured(run_dir: str) -> list[dict[str, Any]]:

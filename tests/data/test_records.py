@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from ttcd_jax.data.records import (
 from ttcd_jax.data.sources import RecordsConfig, TextConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError
+from ttcd_jax.files import whole_folder
 
 BYTES = TokenizerConfig()
 SEQ_LEN = 32
@@ -255,44 +257,6 @@ def test_a_split_that_is_not_there(tmp_path, folder):
     refused(words, config.replace(seq_len=1000).rows, 0, error=DataError)
 
 
-# Killed before the n-th write, flush or new name of a file; a write is cut in the middle.
-PROGRAM = """
-import os, signal, sys
-from pathlib import Path
-
-from ttcd_jax.data import records
-from ttcd_jax.data.corpus import CorpusConfig
-from ttcd_jax.data.tokenizer import TokenizerConfig
-from ttcd_jax.files import whole_folder
-
-def main(source, output, killed_at, num_processes):
-    events, tokenized, Writer = iter(range(1, 10**6)), [], records._Writer
-    encode, append = records.encode_documents, Writer._append
-
-    def event(call, half=lambda *arguments: None):
-        def wrapped(*arguments):
-            if next(events) == killed_at:
-                half(*arguments)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*arguments)
-        return wrapped
-
-    os.fsync, Path.replace = event(os.fsync), event(Path.replace)
-    half = lambda self, name, values: append(self, name, values[: len(values) // 2])
-    Writer._append = event(append, half)
-    records.encode_documents = lambda x, *rest: tokenized.extend(x) or encode(x, *rest)
-    records._BATCH_BYTES, records._SAVE_SECONDS = 100, 0
-    corpus = CorpusConfig(kind="text", path=source, validation_percent=30)
-    options = {"shard_tokens": 200, "num_processes": num_processes}
-    with whole_folder(Path(output), records.stored_tokens) as folder:
-        records.prepare_records(corpus, TokenizerConfig(), folder, **options)
-    print(len(tokenized))
-
-if __name__ == "__main__":
-    main(*sys.argv[1:3], *map(int, sys.argv[3:]))
-"""
-
-
 TEXTS = [chr(97 + i % 26) * (i % 37 + 1) for i in range(60)]
 
 
@@ -305,10 +269,9 @@ def _write(path, texts=TEXTS):
 def call(tmp_path):
     """Prepares the records of `source` in a process of its own that is killed at an event."""
     _write(tmp_path / "source.jsonl")
-    (tmp_path / "prepare.py").write_text(PROGRAM)
 
     def run(killed_at=0, processes=1):
-        paths = (tmp_path / name for name in ("prepare.py", "source.jsonl", "records"))
+        paths = Path(__file__), tmp_path / "source.jsonl", tmp_path / "records"
         result = commands.run(*paths, str(killed_at), str(processes))
         if killed_at and result.returncode:
             assert result.returncode == -signal.SIGKILL, result.stderr
@@ -318,10 +281,10 @@ def call(tmp_path):
     return run
 
 
-def _prepare(source, folder, validation_percent=30):
+def _prepare(source, folder, validation_percent=30, **options):
     corpus = CorpusConfig(kind="text", path=str(source), validation_percent=validation_percent)
     folder.mkdir(exist_ok=True)
-    prepare_records(corpus, TokenizerConfig(), folder, shard_tokens=200)
+    prepare_records(corpus, BYTES, folder, shard_tokens=200, **options)
     return corpora.files(folder)
 
 
@@ -402,3 +365,31 @@ def test_a_long_document_takes_its_text_and_its_tokens():
     tracemalloc.stop()
     assert found.starts.tolist() == [0, 2**22 + 2]
     assert peak < 2.5 * 2 * 2**22
+
+
+def _main(source, output, killed_at, num_processes):
+    """Killed before the n-th write, flush or new name of a file; a write is cut in the middle."""
+    events, tokenized, writer = iter(range(1, 10**6)), [], module._Writer
+    encode, append = module.encode_documents, writer._append
+
+    def event(call, half=lambda *arguments: None):
+        def wrapped(*arguments):
+            if next(events) == killed_at:
+                half(*arguments)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments)
+
+        return wrapped
+
+    os.fsync, Path.replace = event(os.fsync), event(Path.replace)
+    half = lambda self, name, values: append(self, name, values[: len(values) // 2])  # noqa: E731
+    writer._append = event(append, half)
+    module.encode_documents = lambda x, *rest: tokenized.extend(x) or encode(x, *rest)
+    module._BATCH_BYTES, module._SAVE_SECONDS = 100, 0
+    with whole_folder(Path(output), module.stored_tokens) as folder:
+        _prepare(source, folder, num_processes=num_processes)
+    print(len(tokenized))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:3], *map(int, sys.argv[3:]))

@@ -95,8 +95,7 @@ def test_batches_that_do_not_fit_their_configuration_are_named(counting, tmp_pat
         ("is float64", np.zeros((8, 25))),
         ("token 32 at position 0, 0 is outside the vocabulary of 32", np.full((8, 25), 32)),
     ):
-        with pytest.raises(DataError, match=re.escape(words)):
-            train_run(config, tmp_path, lambda first_step, x=batch: [x])
+        refused(words, train_run, config, tmp_path, lambda _, x=batch: [x], error=DataError)
     for none in (None, [np.zeros((8, 25), int)]):
         refused("pass a function of the first step to", train_run, config, tmp_path / "a", none)
     refused("is a RunConfig, not {'steps': 3}", train_run, {"steps": 3}, tmp_path / "a")

@@ -8,6 +8,7 @@ import corpora
 import pytest
 import tiny_run
 from checks import refused
+from damage import flip
 from object_store import serving
 from small_models import byte_model, run_config
 
@@ -70,12 +71,6 @@ def test_all_parts_are_tried_and_nothing_is_left(folder, capsys):
     assert sorted(folder.rglob("*")) == before
 
 
-def _damage(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def test_a_mistake_in_each_part_is_named_and_the_others_are_tried(folder, capsys, monkeypatch):
     config, run = _of_records(folder), folder / "run"
     # Memory.
@@ -116,7 +111,7 @@ def test_a_mistake_in_each_part_is_named_and_the_others_are_tried(folder, capsys
     # Several at once, with the exit status of the first.
     assert _failed(none, folder / "file/run", capsys, DataError) == (["evaluations", "run_dir"], [])
     # The records.
-    _damage(sorted((folder / "records").glob("*00000*"))[0])
+    flip(sorted((folder / "records").glob("*00000*"))[0])
     assert _failed(config, run, capsys, DataError) == (["data"], ["model", "evaluations"])
     assert not run.exists()
     gone = config.replace(data=config.data.replace(paths=str(folder / "gone")))

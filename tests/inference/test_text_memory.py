@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, draw, randomize, refused
+from damage import flip
 from flax import nnx
 from small_models import CHUNK, FLOAT64, config_of, model_of
 
@@ -252,7 +253,5 @@ def test_files_are_bit_for_bit_and_of_their_model_alone(tmp_path):
     ):
         dataclasses.replace(kept, **change).save(odd := tmp_path / f"odd_{number}")
         refused(words, load_memory, odd, model, error=CheckpointError)
-    data = bytearray((folder / "memory.safetensors").read_bytes())
-    data[-1] ^= 1
-    (folder / "memory.safetensors").write_bytes(data)
+    flip(folder / "memory.safetensors")
     refused("damaged|memory.safetensors", load_memory, folder, model, error=CheckpointError)

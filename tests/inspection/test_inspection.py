@@ -146,14 +146,8 @@ def test_the_page_and_the_command(tmp_path, monkeypatch):
     assert all(np.isfinite(x) for x in namespace["more"].values())
     (tmp_path / "text").write_text(TEXTS[0] * 3)
     line = (f"--run_dir={tmp_path / 'examples/model'}", f"--text={tmp_path / 'text'}")
-    line = (
-        *line,
-        f"--output={tmp_path / 'out'}",
-        "--query=ab, ab",
-        f"--query={TEXTS[0] * 2}",
-        "--max_tokens=30",
-    )
-    printed = output("inspect_text", *line)
+    line = (*line, f"--output={tmp_path / 'out'}", "--query=ab, ab", f"--query={TEXTS[0] * 2}")
+    printed = output("inspect_text", *line, "--max_tokens=30")
     assert re.search(r"(?m)^no gap +\d", printed)
     assert "Who answered 'ab, ab', token" in printed
     assert f"Who answered {TEXTS[0] * 2!r}, token 1\nnothing was read\n" in printed

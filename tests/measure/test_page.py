@@ -160,16 +160,10 @@ def test_lines_are_drawn_without_a_warning_and_replace_the_old_ones_when_whole(t
 def test_a_method_has_one_colour_and_its_memory_off_is_dashed():
     assert {method.label for _, method in METHODS.items()} == {*COLOURS}
     assert len({*COLOURS.values()}) == len(COLOURS)
-    names = [
-        "mine, off (eta = 0)",
-        "mine, fast weights on",
-        "other",
-        "SWA",
-        "mine, b=8, memory off",
-    ]
+    names = "mine, off (eta = 0)", "mine, fast weights on"
     methods = {"SWA": "SWA", "mine": "IP-TTCD + delta rule", "other": "IP-TTCD"}
     with coloured_by_run(methods) as found:
-        off, on, other, swa, changed = looks(names)
+        off, on, other, swa, changed = looks([*names, "other", "SWA", "mine, b=8, memory off"])
     assert on.colour == off.colour == changed.colour == found["mine"] == COLOURS["IP-TTCD"]
     assert (swa.colour, swa.dashes, on.dashes) == (COLOURS["SWA"], "-", "-")
     assert off.dashes == changed.dashes == "--"

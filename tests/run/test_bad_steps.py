@@ -1,5 +1,6 @@
 """Bad steps of a run: skipped and counted, the same after a restart and on several devices."""
 
+import functools
 import math
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ from unittest import mock
 import jax
 import pytest
 from bad_steps_run import BAD, CONFIG, records, train
-from checks import assert_same
+from checks import assert_same, refused
 from devices import elsewhere
 
 from ttcd_jax.errors import NonFiniteError
@@ -74,10 +75,7 @@ def test_skipped_steps_are_recorded_and_warned_of_between_reports(tmp_path, capl
 NONE = {"max_skipped_steps": 0, "spike_factor": None}
 
 
-def _ended(run_dir, **changes):
-    with pytest.raises(NonFiniteError) as error:
-        train(run_dir, **changes)
-    return str(error.value)
+_ended = functools.partial(refused, "", train, error=NonFiniteError)
 
 
 def test_one_bad_step_too_many_ends_a_run_that_another_limit_takes_on(undisturbed, tmp_path):

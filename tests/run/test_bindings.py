@@ -1,13 +1,15 @@
 """A .gin file becomes one checked configuration tree; every mistake in it has its location."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Literal
 
 import pytest
+from checks import refused
 
 from ttcd_jax.config import Config, Positive
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.errors import DataError
 from ttcd_jax.run.bindings import find_gin_file, load_config, read_file, read_params
 
 
@@ -79,13 +81,7 @@ def load(tmp_path: Path):
 def refusal(load):
     """The one line that a text is refused with."""
 
-    def message(*texts: str, **options) -> str:
-        with pytest.raises(UserError) as caught:
-            load(*texts, **options)
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
-
-    return message
+    return functools.partial(refused, "", load)
 
 
 @pytest.mark.parametrize(
@@ -201,11 +197,10 @@ def test_includes_are_found_beside_their_file_then_among_the_recipes(tmp_path, m
         values = {(x.field, x.value) for x in found.values()}
         assert values == {("steps", 5), ("name", "beside"), ("taps", (7,))}
     for name, words in (
-        ("leaves", r"leaves\.gin:1: include '\.\./configs/shared\.gin' leaves .*own"),
+        ("leaves", "leaves.gin:1: include '../configs/shared.gin' leaves |own"),
         ("large", "has 1500000 bytes, a configuration at most 1048576"),
     ):
-        with pytest.raises(UserError, match=words):
-            read_file(own / f"{name}.gin", recipes)
+        refused(words, read_file, own / f"{name}.gin", recipes)
 
 
 def test_a_missing_choice_names_the_classes_of_which_no_two_may_have_one_name(refusal):
@@ -220,12 +215,12 @@ def test_a_missing_choice_names_the_classes_of_which_no_two_may_have_one_name(re
     assert message == "two configuration classes are called Rope: rename yours"
 
 
-def test_a_mistake_in_a_fragment_names_it_and_one_of_validate_keeps_its_class(refusal, load):
+def test_a_mistake_in_a_fragment_names_it_and_one_of_validate_keeps_its_class(refusal):
     assert refusal("include 'a.gin'", a="\nTree.stepz = 1").startswith("a.gin:2: Tree")
     message = refusal("include 'a.gin'\ninclude 'b.gin'", a="Tree.steps = 1", b="Tree.steps = 2")
     assert message.startswith("b.gin:1: Tree.steps is already bound at a.gin:1; keep one, or")
-    with pytest.raises(DataError, match=r"^run\.gin:2: Recall\.num_pairs is 0; it must"):
-        load("Tree.data = @Recall()\nRecall.num_pairs = 0")
+    message = refusal("Tree.data = @Recall()\nRecall.num_pairs = 0", error=DataError)
+    assert message.startswith("run.gin:2: Recall.num_pairs is 0; it must")
 
 
 def test_parameters_are_checked(refusal):
@@ -248,8 +243,7 @@ def test_a_file_is_found_by_name_or_path(tmp_path, monkeypatch):
     for mine in (Path("mine.gin"), tmp_path / "mine.gin"):
         assert find_gin_file(str(mine), config_dir) == mine
     for name, nearest in (("quickstrt.gin", "quickstart.gin"), ("recall.gin", "mad/recall.gin")):
-        with pytest.raises(UserError, match=f"'{name}' in .*; did you mean {nearest}"):
-            find_gin_file(name, config_dir)
+        refused(f"'{name}' in |; did you mean {nearest}", find_gin_file, name, config_dir)
 
 
 def test_an_inherited_configuration_takes_single_overrides(load):
@@ -263,5 +257,4 @@ def test_an_inherited_configuration_takes_single_overrides(load):
     assert attention("Rope.theta = 7.0") == base.replace(rope=Rope(theta=7.0))
     assert attention("Attention.rope = @Rope()") == base.replace(rope=Rope())
     assert attention("Tree.attention = @Attention()") == Attention(rope=Rope())
-    with pytest.raises(UserError, match="has no effect"):
-        attention("Plain.mlp_dim = 3")
+    refused("has no effect", attention, "Plain.mlp_dim = 3")

@@ -14,7 +14,7 @@ from small_models import run_config
 
 from ttcd_jax import RunConfig
 from ttcd_jax.data.tokenizer import train_tokenizer
-from ttcd_jax.errors import CheckpointError, UserError
+from ttcd_jax.errors import CheckpointError
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.sharding.mesh import MeshConfig
 
@@ -95,8 +95,7 @@ def test_a_field_is_named_as_in_gin_or_by_its_path_and_the_layout_changes_freely
 
 
 def test_a_directory_of_another_command_and_a_name_without_a_field_are_refused(claim, tmp_path):
-    with pytest.raises(UserError, match="no field; did you mean 'steps'"):
-        claim(CONFIG, None, "steps.x")
+    refused("no field; did you mean 'steps'", claim, CONFIG, None, "steps.x")
     RunDirectory(tmp_path / "run").claim({"type": "MADSweepConfig", "recipe": 1}, None, {})
     words = "a run of another configuration: type: MADSweepConfig -> RunConfig, recipe: 1 -> None, "
     refused(f"{words}|; choose another --run_dir", claim, CONFIG)

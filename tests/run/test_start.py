@@ -1,7 +1,6 @@
 """A run that starts from another: what it takes, draws, leaves, refuses, and its first logits."""
 
 import contextlib
-import json
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from tiny_run import save_text_model
 from ttcd_jax import MemoryConfig, OptimizerConfig, Precision, RunConfig
 from ttcd_jax.data.sources import TextConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig, train_tokenizer
-from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.errors import CheckpointError, DataError
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.run import build
 from ttcd_jax.run.directory import RunDirectory, load_params
@@ -105,8 +104,7 @@ def test_tokens_beyond_the_vocabulary_of_a_checkpoint_are_refused_where_they_occ
     build.check(config)
     assert "a batch with one of the other tokens is refused" in caplog.text
     batches, _ = build.build_data(config, range(1))
-    with pytest.raises(DataError, match="outside the vocabulary of 5 tokens"):
-        list(batches.iterate(0, 1))
+    refused("outside the vocabulary of 5 tokens", list, batches.iterate(0, 1), error=DataError)
 
 
 def test_layers_are_stored_one_by_one_with_their_moments(run_of):
@@ -195,14 +193,3 @@ def test_what_is_left_over_or_has_another_shape_is_refused_unless_allowed_by_nam
     ours, theirs = unstacked(config.model, by_name(params)), unstacked(fast, by_name(stored))
     assert ours["embedding"].shape == (11, 16)
     assert_same(ours["layers/0/mlp/down"], theirs["layers/0/mlp/down"])
-
-
-def test_a_run_of_an_older_format_and_a_seed_outside_32_bits_are_refused(plain, tmp_path):
-    stored = json.loads((RunDirectory(plain).path / "config.json").read_text())
-    del stored["format"]
-    (tmp_path / "config.json").write_text(json.dumps(stored))
-    words = "is a run directory of format 1, this version reads 3"
-    refused(words, RunDirectory(tmp_path).read_config)
-    for seed in (-1, 2**32):
-        with pytest.raises(UserError, match=rf"RunConfig\.seed {seed} must be in 0 \.\. 2\^32 - 1"):
-            _config(PLAIN, seed=seed)

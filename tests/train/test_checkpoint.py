@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from absl import logging
 from checks import assert_same, files_of_at_most, refused
-from damage import flip_bit
+from damage import flip
 
 from ttcd_jax.errors import CheckpointError, ResourceError
 from ttcd_jax.train import checkpoint, digest
@@ -74,10 +74,6 @@ def saved(pristine, tmp_path):
     return shutil.copytree(pristine, tmp_path / "checkpoints")
 
 
-def _flip(file):
-    flip_bit(file, file.stat().st_size // 2)
-
-
 def _truncate(file):
     file.write_bytes(file.read_bytes()[:-1])
 
@@ -86,7 +82,7 @@ def _empty(file):
     file.write_bytes(b"")
 
 
-DAMAGES = (_flip, _truncate, _empty, os.remove)
+DAMAGES = (flip, _truncate, _empty, os.remove)
 
 
 def _named(saved, path):
@@ -158,7 +154,7 @@ def test_every_damage_to_every_file_is_noticed_and_named(pristine, tmp_path):
 
 @pytest.mark.parametrize(
     ("item", "damage"),
-    [("params", _flip), ("train", _truncate), ("params/_METADATA", _empty), ("train", os.remove)],
+    [("params", flip), ("train", _truncate), ("params/_METADATA", _empty), ("train", os.remove)],
 )
 def test_damaged_newest_step_falls_back(saved, caplog, damage, item):
     damage(file := _named(saved, f"3/{item}"))
@@ -176,7 +172,7 @@ def test_damaged_newest_step_falls_back(saved, caplog, damage, item):
 
 
 def test_refused_steps_stay_until_the_next_refusal_and_a_reader_touches_nothing(saved, caplog):
-    _flip(_named(saved, "3/params"))
+    flip(_named(saved, "3/params"))
     before = sorted(saved.rglob("*"))
     with _opened(saved, is_read_only=True) as checkpoints:
         assert checkpoints.restore({"params": ABSTRACT["params"]})[0] == 2
@@ -187,7 +183,7 @@ def test_refused_steps_stay_until_the_next_refusal_and_a_reader_touches_nothing(
         assert _restored(saved)[0] == step - 1
         assert [path.name for path in saved.glob("*.refused")] == [f"{step}.refused"]
         if step == 3:
-            _flip(_named(saved, "2/params"))
+            flip(_named(saved, "2/params"))
 
 
 SEAL = digest.DIGEST
@@ -219,13 +215,13 @@ ALL = "|".join(f"step {step} (params/_METADATA: " for step in (1, 2, 3))
 @pytest.mark.parametrize(
     ("damages", "step", "words"),
     [
-        ({"3/params": _flip, "2/train/_METADATA": os.remove}, 3, "3 is damaged: |changed|step=1"),
+        ({"3/params": flip, "2/train/_METADATA": os.remove}, 3, "3 is damaged: |changed|step=1"),
         (dict.fromkeys([f"{i}/params/_METADATA" for i in (1, 2, 3)], _truncate), None, ALL),
         ({"1/params/_METADATA": _truncate}, 1, "step 1 is damaged: |no intact step precedes"),
         *(
             ({f"3/{name}": damage, "3/" + SEAL: os.remove}, 3, "cannot be read: |; pass step=2")
             for name in ("params/_METADATA", "params/_sharding", "train/_sharding")
-            for damage in (_flip, _truncate, _empty)
+            for damage in (flip, _truncate, _empty)
         ),
     ],
 )

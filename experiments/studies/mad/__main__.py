@@ -5,7 +5,7 @@
 
 Each finished setting and method is one file in DIR/records; the same command continues after an
 interruption, and commands that run at the same time share the work. At the end it prints the tables
-of all records, also into DIR/tables.txt, and draws DIR/curves.svg. Another recipe needs another
+of all records, also into DIR/tables.txt, and draws DIR/curves.*.svg. Another recipe needs another
 directory; other tasks, settings or methods may be added to this one. experiments.report shows the
 scores of several directories on one page.
 """

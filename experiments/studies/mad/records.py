@@ -1,5 +1,5 @@
 """What a sweep records, a JSON file per finished setting and method, complete or absent, and the
-scores beside the published ones: tables, footnotes, the picture of learning.
+scores beside the published ones: tables, footnotes, the pictures of learning.
 
 The score of a task is the mean over its settings of the best test accuracy (macro, by the protocol)
 of a setting's learning rates and decays; with several seeds, their mean counts as one run.
@@ -22,7 +22,7 @@ from ttcd_jax.config import Bound, Config, NonNegative, NonNegativeFloat, Positi
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import read_json, write_whole
 from ttcd_jax.measure.page import Section
-from ttcd_jax.measure.pictures import TEXT, Picture, looks, save_figure
+from ttcd_jax.measure.pictures import Picture, plot_lines
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.storage import lock
 
@@ -30,8 +30,6 @@ from ttcd_jax.storage import lock
 MAD_METHODS = (*PUBLISHED, "swa", "full")
 MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS.__contains__)]
 Layers = tuple[float, float] | None  # a number of each fast layer
-_COLUMNS = 2
-_HOLLOW = {"markerfacecolor": "none", "markersize": 9, "linestyle": ""}
 _BY_LAYER = {
     "|eta S|/|W|": "memory_ratio",
     "beta": "gate_mean",
@@ -229,10 +227,9 @@ def scores(records: Sequence[Record]) -> dict[tuple[str, str], Score]:
 
 
 def sweep_section(sweep: Path, picture: Path) -> Section:
-    """The scores of a sweep and their picture, which is drawn."""
-    draw_curves(picture, records := gather(sweep))
-    sentence = "Test accuracy of synthetic tasks by step; hollow: published, at full budget."
-    options = {"pictures": [Picture(Path(picture.name), sentence)], "lines": footnotes(records)}
+    """The scores of a sweep and their pictures, which are drawn."""
+    records = gather(sweep)
+    options = {"pictures": draw_curves(picture, records), "lines": footnotes(records)}
     return Section(f"MAD: synthetic tasks ({sweep.name})", score_table(records), **options)
 
 
@@ -325,38 +322,14 @@ def _values(found: Sequence[Any], name: str) -> str:
     return ", ".join(sorted({str(operator.attrgetter(name)(x)) for x in found}))
 
 
-def draw_curves(path: Path, records: Sequence[Record]) -> None:
-    """A panel per task: macro accuracy on the test rows by step, a line per method; at the right
-    edge, hollow, the published scores at full budget."""
-    found, labels = scores(records), _labels(records)
-    tasks = [*dict.fromkeys(task for task, _ in found)]
-    num_rows = -(-len(tasks) // _COLUMNS)
-    look_of = dict(zip(labels, looks([*labels.values()]), strict=True))
-    titles: dict[str, Any] = {}
-
-    def draw(figure: Any) -> None:
-        panels = figure.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
-        legend: dict[str, Any] = {}
-        for (task, method), (_, curve) in found.items():
-            axes = panels[tasks.index(task)]
-            axes.set(title=task, xlabel="steps", ylim=(-2, 104))
-            look = {"color": look_of[method].colour, "marker": look_of[method].marker}
-            if len(curve):
-                (line,) = axes.plot(curve[:, 0], 100 * curve[:, 1], markersize=4, **look)
-                line.set_gid(f"titled-{len(titles)}")
-                points = [f"{labels[method]}\n{x:g} steps: {100 * y:.1f} %" for x, y in curve]
-                titles[line.get_gid()] = labels[method], points
-                legend.setdefault(labels[method], line)
-            if len(curve) and method in PUBLISHED:
-                score, right = PUBLISHED[method][task], 1.04 * curve[-1, 0]
-                axes.plot([right], [score], clip_on=False, **look, **_HOLLOW)
-        for axes in panels[len(tasks) :]:
-            axes.set_axis_off()
-        grey = {"marker": "o", "color": TEXT}
-        (legend["published, at full budget"],) = panels[0].plot([], **grey, **_HOLLOW)
-        for axes in panels[::_COLUMNS]:
-            axes.set_ylabel("macro accuracy, %")
-        look = {"loc": "outside lower center", "ncols": 2, "frameon": False}
-        figure.legend(legend.values(), legend.keys(), **look)
-
-    save_figure(path, draw, size=(5.6, 2.6 * num_rows + 0.8), titles=titles)
+def draw_curves(path: Path, records: Sequence[Record]) -> list[Picture]:
+    """A picture per task, beside `path`: macro accuracy on the test rows, a line per method."""
+    found, labels, pictures = scores(records), _labels(records), []
+    facts = {"is_log": False, "x_label": "steps", "y_label": "macro accuracy, %"}
+    for task in dict.fromkeys(task for task, _ in found):
+        curves = {labels[x]: curve.T for (name, x), (_, curve) in found.items() if name == task}
+        picture = Picture(Path(f"{path.stem}.{task}.svg"), f"{task}: test accuracy by step.")
+        series = {name: (steps.astype(int), 100 * y) for name, (steps, y) in curves.items()}
+        plot_lines(path.parent / picture.path, series=series, title=task, **facts)
+        pictures.append(picture)
+    return pictures

@@ -278,11 +278,9 @@ def mad_problem(task: MADConfig, config: TransformerConfig) -> Problem:
 def summed_loss(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> Float[Array, ""]:
     """Cross entropy summed over scored positions in nats, float32 or better. Differentiable in
     `logits`."""
-    state = jnp.promote_types(logits.dtype, jnp.float32)
-    log_probs = jax.nn.log_softmax(logits.astype(state), axis=-1)
-    classes = jnp.maximum(targets, 0)
-    losses = -jnp.take_along_axis(log_probs, classes[..., None], axis=-1)[..., 0]
-    return jnp.sum(jnp.where(targets != IGNORE, losses, 0))
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    losses = optax.softmax_cross_entropy_with_integer_labels(wide, jnp.maximum(targets, 0))
+    return jnp.sum(losses, where=targets != IGNORE)
 
 
 def batch_scores(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> Metrics:

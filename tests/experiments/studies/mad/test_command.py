@@ -10,15 +10,9 @@ from experiments.studies.mad.sweep import MADSweepConfig, hyper, jobs
 from ttcd_jax.commands.cli import CONFIG_DIR
 from ttcd_jax.run.bindings import load_config
 
-TOY = (
-    "MADSweepConfig.tasks=('compression',)",
-    "MADSweepConfig.methods=('swa',)",
-    "MADSweepConfig.rates=(1e-3, 1e38)",
-    "MADSweepConfig.num_train=12",
-    "MADSweepConfig.num_test=8",
-    "RecipeConfig.batch_size=8",
-    "RecipeConfig.max_steps=4",
-)
+SWEEP = ("tasks=('compression',)", "methods=('swa',)", "rates=(1e-3, 1e38)", "num_train=12")
+TOY = [f"MADSweepConfig.{x}" for x in (*SWEEP, "num_test=8")]
+TOY += ["RecipeConfig.batch_size=8", "RecipeConfig.max_steps=4"]
 
 
 def config(gin="mad/default.gin", *params):
@@ -61,7 +55,7 @@ def test_the_command_records_prints_and_goes_on(tmp_path):
     assert "schedule cosine" in first.stdout
     assert (run_dir / "tables.txt").read_text() in first.stdout
     (path,) = (run_dir / "records").glob("*.json")
-    assert (run_dir / "curves.svg").read_text().startswith("<svg")
+    assert (run_dir / "curves.compression.svg").read_text().startswith("<svg")
     record = json.loads(path.read_text())
     assert (record["steps"], record["epochs"], record["num_train"]) == (4, 2, 12)
     good, bad = record["runs"]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 
 import numpy as np
 from checks import refused
@@ -88,21 +87,19 @@ def test_a_curve_is_the_mean_over_the_seeds_of_the_best_pair_in_steps():
     assert found["memorization", "swa"].means == {}
 
 
-def test_the_section_has_a_picture_with_a_panel_per_task_also_where_a_method_failed(tmp_path):
-    tasks = ("compression", "memorization", "selective-copying", "in-context-recall")
-    found = [record(task, "default", "ipttcd", run(0.5, curve=(0.1, 0.5))) for task in tasks]
-    found.append(record("compression", "default", "swa", run(None)))
-    sizes = []
-    for count in (1, 5):
-        for each in found[:count]:
-            records.write(records.record_path(tmp_path, each), each)
-        section = records.sweep_section(tmp_path, tmp_path / "curves.svg")
-        assert section.table == records.score_table(found[:count])
-        (picture,) = section.pictures
-        assert section.lines == records.footnotes(found[:count])
-        image = (tmp_path / picture.path).read_text()
-        sizes.append(float(re.search(r'height="([\d.]+)pt"', image)[1]))
-    assert sizes[1] > 1.7 * sizes[0]  # four tasks take a second row
+def test_the_section_has_a_picture_per_task_also_where_a_method_failed(tmp_path):
+    found = [
+        record("compression", "default", "ipttcd", run(0.5, curve=(0.1, 0.5))),
+        *(record(task, "default", "swa", run(None)) for task in ("compression", "memorization")),
+    ]
+    for each in found:
+        records.write(records.record_path(tmp_path, each), each)
+    section = records.sweep_section(tmp_path, tmp_path / "mad.svg")
+    assert section.table == records.score_table(found)
+    assert section.lines == records.footnotes(found)
+    failed, shown = ((tmp_path / picture.path).read_text() for picture in section.pictures)
+    assert "40: 50" in shown
+    assert failed.startswith("<svg")
 
 
 def test_the_tables_tell_the_budget_the_options_what_failed_and_the_accuracy_without_memory():
