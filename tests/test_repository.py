@@ -11,6 +11,7 @@ import yaml
 from commands import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from test_wheel import ARGUMENTS
 
 from ttcd_jax.run.directory import FORMAT
 
@@ -56,8 +57,10 @@ def test_what_the_files_pin_is_what_the_packages_allow():
     assert PROJECT["version"] == KERNELS["version"]
 
 
-def test_both_ends_import_what_their_target_installs():
-    """`make ends` has requirements.txt and requirements-test.txt alone."""
+def test_both_ends_have_what_they_need():
+    """`make ends` has requirements.txt and requirements-test.txt alone, and every example runs."""
+    texts = {path.stem: path.read_text() for path in ROOT.glob("examples/*.py")}
+    assert {name for name, text in texts.items() if "sys.argv" in text} == ARGUMENTS.keys()
     pins = _pins("requirements.txt", "requirements-test.txt")
     own = {path.stem for path in (ROOT / "tests").glob("*.py")} | {"ttcd_jax", "ttcd_kernels"}
     packages = importlib.metadata.packages_distributions()

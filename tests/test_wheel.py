@@ -37,6 +37,12 @@ COMMANDS = {
     "study": ["--help"],
     "lm_eval": ["--help"],
 }
+# Of the examples that read any, after the commands.
+ARGUMENTS = {
+    "book_memory": ["run", "memory", "text/0.txt"],
+    "train_on_your_iterator": ["a"],
+    "continue_from_checkpoint": ["a", "b"],
+}
 # Each in a fork of a process that has imported jax.
 FORKS = """
 import json, os, runpy, sys
