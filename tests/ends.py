@@ -9,12 +9,11 @@ import pytest
 from commands import ROOT, cpu_environment
 from packaging.requirements import Requirement
 from test_repository import KERNELS, PROJECT
-from test_wheel import COMMANDS, write_texts
+from test_wheel import ARGUMENTS, COMMANDS, write_texts
 
 from ttcd_jax.run.reporting import read_metrics
 
 LOSSES = (5.7011, 4.4963, 3.9010)
-ARGUMENTS = {"train_on_your_iterator": ["a"], "continue_from_checkpoint": ["a", "b"]}
 OTHERS = [path.stem for path in ROOT.glob("examples/*.py") if path.stem not in ARGUMENTS]
 
 

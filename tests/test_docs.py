@@ -103,6 +103,7 @@ def test_modules_configurations_and_links_that_a_page_names_exist(page):
     gin = {ROOT / "experiments/configs" / x for x in named if f"# {x}\n" not in text}  # its own
     links = {page.parent / name for name in re.findall(r"\]\((?!http)([^)#]+)\)", text)}
     assert [path for path in gin | links if not path.exists()] == []
+    assert not re.search(r"```sh\n\s*-", text), "a block of flags is no command"
 
 
 def test_readme_is_short_and_names_the_paper_as_the_citation_does():

@@ -1,6 +1,9 @@
 """What is around the packages: dependencies, workflows, issue forms, image, hooks, changelog."""
 
+import ast
+import importlib.metadata
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import yaml
 from commands import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from test_wheel import ARGUMENTS
 
 from ttcd_jax.run.directory import FORMAT
 
@@ -51,6 +55,21 @@ def test_what_the_files_pin_is_what_the_packages_allow():
     assert {canonicalize_name(one.name) for one in _direct(["ttcd-jax[docs]"])} <= docs.keys()
     assert [x for x in docs.keys() & every if docs[x] != every[x]] == []
     assert PROJECT["version"] == KERNELS["version"]
+
+
+def test_both_ends_have_what_they_need():
+    """`make ends` has requirements.txt and requirements-test.txt alone, and every example runs."""
+    texts = {path.stem: path.read_text() for path in ROOT.glob("examples/*.py")}
+    assert {name for name, text in texts.items() if "sys.argv" in text} == ARGUMENTS.keys()
+    pins = _pins("requirements.txt", "requirements-test.txt")
+    own = {path.stem for path in (ROOT / "tests").glob("*.py")} | {"ttcd_jax", "ttcd_kernels"}
+    packages = importlib.metadata.packages_distributions()
+    for name in ("ends", "conftest", "commands", "test_wheel", "test_repository"):
+        body = ast.parse((ROOT / f"tests/{name}.py").read_text()).body
+        modules = {x.names[0].name for x in body if isinstance(x, ast.Import)}
+        modules |= {x.module for x in body if isinstance(x, ast.ImportFrom)}
+        for top in {x.partition(".")[0] for x in modules} - own - sys.stdlib_module_names:
+            assert canonicalize_name(packages[top][0]) in pins, f"{name} imports {top}"
 
 
 def test_workflows_run_what_the_makefile_has():

@@ -13,7 +13,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import setuptools
 from commands import ROOT, cpu_environment
 
 # Folders of the repository, and where a wheel has them.
@@ -37,6 +36,12 @@ COMMANDS = {
     "prepare": ["--input=text", "--output=records", "--train_tokenizer=300"],
     "study": ["--help"],
     "lm_eval": ["--help"],
+}
+# Of the examples that read any, after the commands.
+ARGUMENTS = {
+    "book_memory": ["run", "memory", "text/0.txt"],
+    "train_on_your_iterator": ["a"],
+    "continue_from_checkpoint": ["a", "b"],
 }
 # Each in a fork of a process that has imported jax.
 FORKS = """
@@ -112,7 +117,7 @@ def test_links_of_a_registry_are_those_of_the_source(tmp_path, monkeypatch):
     )
     shutil.copyfile(ROOT / "README.md", tmp_path / "README.md")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(setuptools, "setup", given := Mock())
+    monkeypatch.setattr("setuptools.setup", given := Mock())
     runpy.run_path(str(ROOT / "setup.py"))
     shown = given.call_args.kwargs["long_description"]
     page = "[running](https://x.org/y/blob/HEAD/docs/running.md#stop-resume-change)"

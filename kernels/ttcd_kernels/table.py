@@ -3,6 +3,7 @@ JSON."""
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def cells(
 
 
 def _is_number(value: Any) -> bool:
+    if isinstance(value, str):  # with an interval, or a unit of bytes
+        return re.fullmatch(r"[+-]?[\d.,e+-]+( ± .*| \(.*\)| [KMGT]?i?B)", value) is not None
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 

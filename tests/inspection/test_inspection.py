@@ -23,7 +23,7 @@ from ttcd_jax.train.loss import token_scores
 from ttcd_jax.train.state import with_params
 
 DELTA = SETTINGS["ipttcd"].replace(form="auto", corrects_errors=True)
-TEXTS = ["<b>&p; ab, ab", "a longer second text"]
+TEXTS = ["<b>&p;\nab, ab", "a longer second text"]
 PAGE = ROOT / "docs" / "inspect.md"
 
 
@@ -83,6 +83,7 @@ def test_arrays_reads_and_pictures_fit_each_other(seen, tmp_path):
     best = seen.writers(count - 1)
     assert (best.positions < count - 1).all()
     assert best.shares[0] == max(best.shares)
+    assert all(text.isprintable() for text in best.texts)
     np.savez(io.BytesIO(), **found)
     shown = "".join(seen.show(x)._repr_html_() for x in ("gain", "gate", "write", "loudness"))
     shown += seen.show("reads", layer=1)._repr_html_() + seen._repr_html_() + best._repr_html_()

@@ -166,6 +166,8 @@ def test_a_table_lines_up_hides_control_characters_and_keeps_four_digits_of_floa
     values = (12345.6, 1e-7, math.nan, -3.14159, 1e15, 1.0)
     texts = [line.strip() for line in format_table([{"x": x} for x in values]).splitlines()[2:]]
     assert texts == ["12,346", "1.000e-07", "nan", "-3.142", "1.000e+15", "1.000"]
+    values = ("9.3 (8.2 to 10.6)", "+0.100 ± 0.020", "6.27 KiB")  # numbers as well
+    assert {len(x) for x in format_table([{"x": x} for x in values]).splitlines()} == {17}
 
 
 def test_every_kernel_is_checked_in_every_dtype_and_with_documents_halo_and_scales():

@@ -19,6 +19,7 @@ from ttcd_jax.memory.running import CorrectingMemory
 from ttcd_jax.methods.in_place import Operands
 from ttcd_jax.tasks.controls import check_control, lacks
 from ttcd_jax.tokens import check_tokens
+from ttcd_jax.units import printable
 
 type Text = str | np.ndarray | Sequence[int]
 PerToken = Float[np.ndarray, " T"]
@@ -189,7 +190,7 @@ class Inspection:
 
     def around(self, token: int, reach: int = 12) -> str:
         before, after = self.texts[max(token - reach, 0) : token], self.texts[token + 1 :][:reach]
-        return f"{''.join(before)}[{self.texts[token]}]{''.join(after)}"
+        return printable(f"{''.join(before)}[{self.texts[token]}]{''.join(after)}")
 
     def find(self, text: str) -> Int[np.ndarray, " n"]:
         """The tokens that complete the first character of every occurrence of a text."""
