@@ -18,7 +18,7 @@ from ttcd_kernels.dual_window import api
 from ttcd_kernels.dual_window.api import dual_window_attention, dual_window_attention_with_lse
 from ttcd_kernels.windows import Windows
 
-from tests.machine_code.__main__ import launches
+from experiments.studies.kernels.machine_code import launches
 
 OPERANDS = jnp.ones((3, 2))
 CANDIDATES = {

@@ -258,6 +258,8 @@ def test_a_kernel_is_timed_alone(op, case, kernel, arrays, hopper, turn, capsys,
     hour.main(["--job", "tiles", op, case, "bfloat16", kernel, ",".join(map(str, tile))])
     row = json.loads(capsys.readouterr().out)
     assert (row["note"], row["ms"] > 0) == (tune.TABLE, True)
+    assert 32 <= row["registers"] <= 255
+    assert row["spill_bytes"] == 0
     ((name, constants, operands),) = launched  # neither the forward nor the other gradient
     assert name.endswith(kernel)
     assert (constants["BLOCK_N"], constants["num_warps"]) == (tile.block_n, tile.num_warps)
@@ -273,7 +275,8 @@ def test_a_tile_that_is_not_timed_says_why(hopper, turn, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "jax_triton", SimpleNamespace(triton_call=triton_call))
     job = Job("tiles", "decode", "256/256 H6/2 D32", "bfloat16", "decode_attention", "32,4,2,132")
-    assert tune.measured(job) == {"ms": None, "note": "failed: RuntimeError: out of resources"}
+    nothing = {"ms": None, "registers": None, "spill_bytes": None}
+    assert tune.measured(job) == nothing | {"note": "failed: RuntimeError: out of resources"}
 
 
 def _tile_row(job):
@@ -283,7 +286,7 @@ def _tile_row(job):
     table = tune.table_of(OPS[job.op], cases.case_of(job))
     is_table = job.tile == ",".join(map(str, getattr(table, job.implementation)))
     ms = 10.0 if is_table else float(job.tile.split(",")[2])
-    return {"ms": ms, "note": tune.TABLE if is_table else ""}
+    return {"ms": ms, "registers": 99, "spill_bytes": 4, "note": tune.TABLE if is_table else ""}
 
 
 def test_a_search_tries_every_tile_names_the_best_and_goes_on_where_it_was(
@@ -300,7 +303,8 @@ def test_a_search_tries_every_tile_names_the_best_and_goes_on_where_it_was(
     assert [row["implementation"] for row in before[:6]] == KERNELS * 2
     hour.main(line)
     printed = capsys.readouterr().out
-    rows = json.loads(file.read_text())["rows"]
+    report = json.loads(file.read_text())
+    rows = report["rows"]
     assert rows[:20] == before
     lost = [row for row in before if row["note"].startswith("failed")]
     assert len(seen) == 52 + len(lost)
@@ -309,10 +313,11 @@ def test_a_search_tries_every_tile_names_the_best_and_goes_on_where_it_was(
         tiles = {row["tile"] for row in rows if row["implementation"] == kernel}
         assert tiles >= {",".join(map(str, x)) for x in dual_window_tuning.CANDIDATES[kernel]}
         group = [row for row in tune.ranked(rows) if row["kernel"] == kernel]
-        assert [(row["time ms"], row["/ table"]) for row in group[:2]] == [(4, 0.4)] * 2
+        found = [[*row.values()][4:8] for row in group[:2]]
+        assert found == [[4, 0.4, 99, 4]] * 2  # ms, over the table's, registers, spills
         assert group[-1]["note"] == "failed: no result (exit status -11): "
-    assert printed.splitlines()[-4:-1] == tune.advice(rows)
-    for line, kernel in zip(tune.advice(rows), sorted(KERNELS), strict=True):
+    assert printed.splitlines()[-4:-1] == tune.advice(report)
+    for line, kernel in zip(tune.advice(report), sorted(KERNELS), strict=True):
         assert line.startswith(f"dual_window/tuning.py: {kernel} = ")
         assert line.endswith(f"takes 0.40 of the table's time for {CASE}")
 

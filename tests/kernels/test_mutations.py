@@ -4,7 +4,6 @@ the source, and a case of `check` that can see it runs, shortened, in Triton's i
 Run as a program, the file prints the note of each fault's row, from a fork, which may crash.
 """
 
-import functools
 import importlib
 import itertools
 import json
@@ -98,7 +97,7 @@ def _note(case_name, file=None, edits=()):
         import triton_interpreter
         from ttcd_kernels import launch
 
-        from experiments.studies.kernels import attention, convolution, decoding, programs
+        from experiments.studies.kernels import attention, convolution, decoding
 
         assert launch.__file__.startswith(folder)
         triton_interpreter.install()
@@ -111,11 +110,7 @@ def _note(case_name, file=None, edits=()):
         )
         if case_name == LONG:
             return _of_last_program(case._replace(dtype="float16"))
-        case = _shortened(case)
-        programs.ready, programs.operands = _eager, _drawn
-        with launch.compiling_for(90):
-            (row,) = programs.compare(op, case, ("triton",))
-        return row["note"]
+        return triton_interpreter.note(op, *_shortened(op, case))
 
 
 def _forked(*way):
@@ -133,41 +128,20 @@ def _forked(*way):
     return os.fdopen(read)
 
 
-def _shortened(case):
-    """By a factor of eight or 32, with tiles of 32 queries and 16 keys."""
-    from ttcd_kernels.decode import triton_call as decode_call
-    from ttcd_kernels.decode import tuning as decode_tuning
-    from ttcd_kernels.dual_window import triton_call
-    from ttcd_kernels.dual_window.tuning import Tile, Tuning
-
-    triton_call.tuning_for = lambda *_: Tuning(*[Tile(32, 16, 4, 2)] * 3)
-    tile = decode_tuning.Tile(16, 4, 2, 50 * case.batch)
-    decode_call.tuning_for = lambda *_: decode_tuning.Tuning(tile)
+def _shortened(op, case):
+    """By a factor of eight or 32, with a tile of 32 queries and 16 keys."""
     sizes = ("length", "num_keys", "teacher_window", "student_window", "num_slots")
     sizes = {x: getattr(case, x, None) for x in sizes}
     factor = 8 if (sizes["length"] or 0) < 4000 else 32
     sizes = {name: max(size // factor, 1) for name, size in sizes.items() if size is not None}
     if hasattr(case, "num_slots"):
         sizes |= {"num_heads": case.num_heads // case.num_kv_heads, "num_kv_heads": 1}
+        tile = 16, 4, 2, 50 * case.batch
     else:
         sizes |= {"batch": 1 + case.has_documents}
-    return case._replace(dtype="float32", **sizes)
-
-
-def _eager(functions, shapes):
-    """As `programs.ready`; nothing is compiled as a whole, and the second run is the first."""
-    arrays = _drawn(shapes)
-    calls = {x: functools.cache(functools.partial(run, *arrays)) for x, run in functions.items()}
-    return dict.fromkeys(functions, (0, "")), calls
-
-
-def _drawn(shapes):
-    """As `programs.operands`, compiled for no shape."""
-    import jax.numpy as jnp
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in shapes]
+        tile = 32, 16, 4, 2
+    tile = op.tuning.Tile(*tile) if hasattr(op, "tuning") else None
+    return case._replace(dtype="float32", **sizes), tile
 
 
 def _of_last_program(case):

@@ -29,7 +29,7 @@ class Case(NamedTuple):
     num_kv_heads: int
     head_dim: int
     teacher_window: int | None
-    student_window: int
+    student_window: int | None
     batch: int = 1
     num_keys: int | None = None  # None: as many as queries, which are the last of them
     scale: float | None = None
@@ -45,13 +45,17 @@ class Case(NamedTuple):
     @property
     def windows(self) -> Windows:
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        return Windows(self.teacher_window or self.keys, self.student_window, scale)
+        return Windows(self.teacher_window or self.keys, self.student_window or self.keys, scale)
 
     @property
     def ids(self) -> np.ndarray | None:
-        """Three documents in the first row; in the second two, which come again."""
-        key, b = np.arange(self.keys, dtype=np.int32), np.arange(self.batch)[:, None] % 2
-        return key * (3 + 6 * b) // self.keys % (3 - b) if self.has_documents else None
+        """Four documents in the first row, of which the second and the last are one token; in the
+        second row two, which come again."""
+        if not self.has_documents:
+            return None
+        S, key, b = self.keys, np.arange(self.keys), np.arange(self.batch)[:, None] % 2
+        once = np.searchsorted((S // 3, S // 3 + 1, S - 1), key, side="right")
+        return np.where(b == 1, key * 9 // S % 2, once).astype(np.int32)
 
 
 # Halo in odd numbers, grouped heads, every head dim; a scale that turns the order of scores round.
