@@ -22,7 +22,7 @@ DUAL, MERGE = "dual_window/triton_kernels.py", "decode/triton_kernels.py"
 RULES, CALL = "dual_window/cotangents.py", "dual_window/triton_call.py"
 TILES = "dual_window/tiles.py"
 ONE, CONV, RESIDUAL = "decode/triton_call.py", "short_conv_kernels.py", "short_conv_call.py"
-HALO, TURNED, PADDED = "257 of 301", "200, full/1", "131 of 333"
+HALO, TURNED, PADDED, INNER = "257 of 301", "200, full/1", "131 of 333", "129 of 401"
 DOCUMENTS, RING, BEGINNING = "4K 1024/512 documents", "300/100 H16/8", "300/1 H24"
 PEAKED, SLICES, LONG = "77 of 301", "5000/4999", "2 x 514K"
 NORMS = "2 x 3 x 67 F40, norms of 1e-6 documents"
@@ -55,6 +55,7 @@ FAULTS = {
     "ring off by one": (RING, MERGE, "slot < 0, slot + W, slot", "slot < 0, slot + W - 1, slot"),
     "slot before the beginning": (BEGINNING, MERGE, "(stop, position + 1)", "(stop, position + 2)"),
     "last far slice dropped": (RING, MERGE, "else num_slices", "else num_slices - 1"),
+    "inner tiles too near": (INNER, TILES, "first - nearest + 1\n", "last - nearest + 1\n"),
     "tiles of the first row": (DOCUMENTS, DUAL, "tl.program_id(2) * tl.num_programs(0) * 8", "0"),
     "a document never again": (DOCUMENTS, TILES, "jnp.where(is_ordered, start, 0)", "start"),
     "no largest score": (PEAKED, DUAL, "tl.max(score, 1) * scale_log2", "0.0"),
@@ -78,7 +79,7 @@ def test_check_finds_every_fault_and_none_where_there_is_none():
     found = {name: note for name, note in notes if name in FAULTS}
     crashed = {name for name, note in found.items() if not note.startswith("failed: error")}
     assert crashed <= {"offsets of 32 bit"}, found
-    assert len(found) == len(FAULTS) == 26
+    assert len(found) == len(FAULTS) == 27
 
 
 def _note(case_name, file=None, edits=()):
@@ -129,7 +130,7 @@ def _forked(*way):
 
 
 def _shortened(op, case):
-    """By a factor of eight or 32, with a tile of 32 queries and 16 keys."""
+    """By a factor of eight or 32, with a tile of 16 queries and 8 keys or of 32 and 16."""
     sizes = ("length", "num_keys", "teacher_window", "student_window", "num_slots")
     sizes = {x: getattr(case, x, None) for x in sizes}
     factor = 8 if (sizes["length"] or 0) < 4000 else 32
@@ -139,7 +140,7 @@ def _shortened(op, case):
         tile = 16, 4, 2, 50 * case.batch
     else:
         sizes |= {"batch": 1 + case.has_documents}
-        tile = 32, 16, 4, 2
+        tile = (16, 8, 4, 2) if factor == 8 else (32, 16, 4, 2)
     tile = op.tuning.Tile(*tile) if hasattr(op, "tuning") else None
     return case._replace(dtype="float32", **sizes), tile
 

@@ -36,7 +36,7 @@ IN_TWO_CALLS = (
     *("both full, in halves, halo", "few queries have a far band"),
 )
 # A row that waits, the beginning, both windows' ends and the ring's edge; far beyond.
-_DECODE = decoding.Case("rising", 57, 6, 2, 8, 48, 20, 53, -1, 0.7, step=1, dtype="float64")
+_DECODE = decoding.Case("rising", 57, 6, 2, 8, 48, 20, 53, -1, 1, 0.7, dtype="float64")
 _CONV = convolution.Case("", 2, 3, 7, 5, dtype="float64")
 OTHERS = [
     *(_DECODE._replace(num_heads=N, num_kv_heads=K) for N, K in ((2, 2), (6, 2), (17, 1))),

@@ -50,7 +50,7 @@ def launches(
         return [jnp.zeros(x.shape, x.dtype) for x in options["out_shape"]]
 
     with launch.compiling_for(capability), mock.patch.object(launch, "launch", record):
-        jax.eval_shape(function, *operands)
+        jax.eval_shape(lambda *arrays: function(*arrays), *operands)  # never traced before
     return found
 
 
