@@ -100,9 +100,9 @@ def test_a_launch_names_the_parameter_that_is_wrong():
     attend = partial(dual_window_attention, **windows)
     (found,) = launches(attend, [jnp.ones((1, 64, 2, 32), jnp.bfloat16)] * 3, 90)
     for name, words in (("BLOCK_X", "unexpected|'BLOCK_X'"), ("BLOCK_M", "missing|'BLOCK_M'")):
-        constants = {name: 3, **found.constants}
-        constants = {x: constants[x] for x in constants if (x in found.constants) != (x == name)}
-        call = partial(launch.launch, found.kernel, *found.arguments, **found.options, **constants)
+        named = {x: y for x, y in found.kwargs.items() if x != name}
+        named |= {} if name in found.kwargs else {name: 3}
+        call = partial(launch.launch, *found.args, **named)
         refused(f"dual_window_forward: |{words}", call, error=TypeError)
 
 

@@ -4,7 +4,7 @@ import contextlib
 import io
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -28,50 +28,44 @@ class Compiled(NamedTuple):
     cubin: bytes
 
 
-class Launch(NamedTuple):
-    """A kernel, its arguments (arrays, numbers), the constants of its compiler and the options of
-    `launch.launch`."""
+def launches(function: Callable[..., Any], operands: Sequence[Any], capability: int) -> Any:
+    """The calls of `launch.launch` in `function(*operands)` on a GPU of this capability."""
 
-    kernel: Any
-    arguments: tuple[Any, ...]
-    constants: Mapping[str, Any]
-    options: Mapping[str, Any]
+    def zeros(*_: Any, out_shape: Sequence[Any], **__: Any) -> list[jax.Array]:
+        return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
 
-
-def launches(
-    function: Callable[..., Any], operands: Sequence[Any], capability: int
-) -> list[Launch]:
-    """The launches of `function(*operands)` on a GPU of this capability, in order."""
-    found = []
-
-    def record(kernel: Any, *args: Any, **named: Any) -> list[jax.Array]:
-        options = {x: named.pop(x) for x in ("out_shape", "grid", "num_warps", "num_stages")}
-        found.append(Launch(kernel, args, named, options))
-        return [jnp.zeros(x.shape, x.dtype) for x in options["out_shape"]]
-
-    with launch.compiling_for(capability), mock.patch.object(launch, "launch", record):
+    recorded = mock.Mock(side_effect=zeros)
+    with launch.compiling_for(capability), mock.patch.object(launch, "launch", recorded):
         jax.eval_shape(lambda *arrays: function(*arrays), *operands)  # never traced before
-    return found
+    return recorded.call_args_list
 
 
 def compiled(
     function: Callable[..., Any], operands: Sequence[Any], capability: int
 ) -> list[Compiled]:
-    """The kernels that `function(*operands)` launches, in order."""
-    return [compile_launch(x, capability) for x in launches(function, operands, capability)]
+    """The kernels that `function(*operands)` launches, in order. As jax-triton compiles them arrays
+    are aligned to 16 bytes and numbers that are 1 constants."""
+    calls = launches(function, operands, capability)
+    return [_compiled(capability, *call.args, **call.kwargs) for call in calls]
 
 
-def compile_launch(launched: Launch, capability: int) -> Compiled:
-    """Compiled as jax-triton does: arrays are aligned to 16 bytes, numbers that are 1 constants."""
+def _compiled(
+    capability: int,
+    kernel: Any,
+    *arguments: Any,
+    out_shape: Sequence[Any],
+    grid: tuple[int, ...],
+    num_warps: int,
+    num_stages: int,
+    **constants: Any,
+) -> Compiled:
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, constants, attributes = launched.kernel, dict(launched.constants), {}
-    signature = dict.fromkeys(kernel.arg_names, "constexpr")
-    arguments = *launched.arguments, *launched.options["out_shape"]
-    for index, (name, value) in enumerate(zip(signature, arguments, strict=False)):
+    signature, attributes = dict.fromkeys(kernel.arg_names, "constexpr"), {}
+    for index, (name, value) in enumerate(zip(signature, (*arguments, *out_shape), strict=False)):
         if hasattr(value, "shape") and not isinstance(value, np.generic):
             signature[name] = f"*{_TYPES[jnp.dtype(value.dtype).name]}"
             attributes[index,] = [["tt.divisibility", 16]]
@@ -80,7 +74,7 @@ def compile_launch(launched: Launch, capability: int) -> Compiled:
         else:
             signature[name] = "i32" if isinstance(value, int) else "fp32"
     source = ASTSource(kernel, signature, constants, attributes)
-    options = {name: launched.options[name] for name in ("num_warps", "num_stages")}
+    options = {"num_warps": num_warps, "num_stages": num_stages}
     with (
         contextlib.redirect_stdout(io.StringIO()) as report,
         tempfile.TemporaryDirectory() as folder,
@@ -88,10 +82,10 @@ def compile_launch(launched: Launch, capability: int) -> Compiled:
         knobs.nvidia.scope(),
     ):
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True  # a cached one reports nothing
-        compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
+        found = triton.compile(source, GPUTarget("cuda", capability, 32), options)
     counts = registers_and_spills(report.getvalue())
-    code = compiled.metadata.shared, compiled.asm["ptx"], compiled.asm["cubin"]
-    return Compiled(kernel.__name__, options["num_warps"], *counts, *code)
+    code = found.metadata.shared, found.asm["ptx"], found.asm["cubin"]
+    return Compiled(kernel.__name__, num_warps, *counts, *code)
 
 
 def registers_and_spills(report: str) -> tuple[int, int]:
