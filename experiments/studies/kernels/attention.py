@@ -117,7 +117,7 @@ def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
     wide, narrow = (
         jax.ShapeDtypeStruct(shape, case.dtype) for shape in ((B, T, N, H), (B, case.keys, K, H))
     )
-    row = jax.ShapeDtypeStruct((B, T, N), jnp.float32)
+    row = jax.ShapeDtypeStruct((B, T, N), jnp.promote_types(case.dtype, jnp.float32))
     return [wide, narrow, narrow, wide, wide, row, row]
 
 
