@@ -49,12 +49,12 @@ class Case(NamedTuple):
 
     @property
     def ids(self) -> np.ndarray | None:
-        """Four documents in the first row, of which the second and the last are one token; in the
+        """Five documents in the first row, of which the second and the last are one token; in the
         second row two, which come again."""
         if not self.has_documents:
             return None
         S, key, b = self.keys, np.arange(self.keys), np.arange(self.batch)[:, None] % 2
-        once = np.searchsorted((S // 3, S // 3 + 1, S - 1), key, side="right")
+        once = np.searchsorted((S // 3, S // 3 + 1, 2 * S // 3, S - 1), key, side="right")
         return np.where(b == 1, key * 9 // S % 2, once).astype(np.int32)
 
 
