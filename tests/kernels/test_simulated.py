@@ -110,7 +110,10 @@ _SMALL = Tuning(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
 # (tiles that are more than slots, or the table's; has gradients; call)
 MOSAIC_CASES = [
     # Two sequences, grouped heads, ragged; windows and halo cut tiles, no query sees the first.
-    (_SMALL, True, _WIDE._replace(batch=2, length=130, num_keys=290, teacher_window=31)),
+    (
+        *(_SMALL, True),
+        _WIDE._replace(batch=2, length=130, num_keys=290, teacher_window=31, student_window=17),
+    ),
     # Far more tiles than slots.
     (_SMALL, False, _WIDE._replace(num_keys=440, num_heads=1, teacher_window=397)),
     # The teacher's window ends inside a query tile's halo.
