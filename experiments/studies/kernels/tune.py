@@ -2,6 +2,7 @@
 ttcd_kernels.tune`, the step `tiles` of experiments/studies/kernels. The fastest belong in the op's
 `tuning.py`."""
 
+import contextlib
 import itertools
 import math
 import operator
@@ -51,15 +52,21 @@ def measured(job: Job) -> Row:
     op, case = cases.OPS[job.op], cases.case_of(job)
     best = getattr(table_of(op, case), job.implementation)
     tile = type(best)(*map(int, job.tile.split(",")))
-    program = op.alone(case, job.implementation, tile)
-    known, calls = programs.ready({job: program[0]}, program[1])
-    note, ms, counts = known[job][1] or TABLE * (tile == best), None, dict.fromkeys(COUNTS)
+    from triton.errors import TritonError
+
+    function, shapes = op.alone(case, job.implementation, tile)
+    known, calls = programs.ready({job: function}, shapes)
+    found: Row = dict.fromkeys(("ms", *COUNTS)) | {"note": known[job][1] or TABLE * (tile == best)}
     if calls:
         with programs.turn():
-            ms = over(measure.median_seconds(calls, case.rounds)[job], measure.MILLISECOND)
-        (kernel,) = machine_code.compiled(*program, launch.known_capability())
-        counts = {x: getattr(kernel, x) for x in COUNTS}
-    return {"ms": ms, **counts, "note": note}
+            seconds = measure.median_seconds(calls, case.rounds)[job]
+        found |= {"ms": seconds / measure.MILLISECOND}
+        with contextlib.suppress(
+            TritonError, OSError
+        ):  # its assembler fails: a time without counts
+            (kernel,) = machine_code.compiled(function, shapes, launch.known_capability())
+            found |= {name: getattr(kernel, name) for name in COUNTS}
+    return found
 
 
 def ranked(rows: list[Row]) -> list[Row]:
