@@ -61,9 +61,7 @@ def measured(job: Job) -> Row:
         with programs.turn():
             seconds = measure.median_seconds(calls, case.rounds)[job]
         found |= {"ms": seconds / measure.MILLISECOND}
-        with contextlib.suppress(
-            TritonError, OSError
-        ):  # its assembler fails: a time without counts
+        with contextlib.suppress(TritonError, OSError):  # a time without counts
             (kernel,) = machine_code.compiled(function, shapes, launch.known_capability())
             found |= {name: getattr(kernel, name) for name in COUNTS}
     return found
