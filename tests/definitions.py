@@ -66,22 +66,6 @@ def layer(config, rows, number, sinks, ids, window, h):
     return h + z @ p["mlp/down"], x, z, z @ p["mlp/down"]
 
 
-def short_conv(x, taps, segment_ids, is_causal: bool):
-    """x [B, C, L, F], taps [R, F], segment_ids [B, C, L] -> y [B, C, L, F]: a loop over taps."""
-    R, L = taps.shape[0], x.shape[2]
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    y = jnp.zeros(x.shape, wide)
-    for r in range(R):
-        source = jnp.arange(L) - ((R - 1 if is_causal else R // 2) - r)
-        is_read = (source >= 0) & (source < L)
-        source = source.clip(0, L - 1)
-        if segment_ids is not None:
-            is_read = is_read & (segment_ids[:, :, source] == segment_ids)
-        moved = jnp.where(is_read[..., None], x[:, :, source], 0)
-        y = y + moved.astype(wide) * taps[r].astype(wide)
-    return y.astype(x.dtype)
-
-
 class Read(NamedTuple):
     """How a token reads: its features, what its error compares, and the weight of its chunk."""
 
@@ -111,7 +95,7 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
     def convolved(vectors, name, p):
         if name not in params:
             return vectors[p]
-        return _convolved(settings, document, vectors, params[name], p)
+        return conv_at(settings, document, vectors, params[name], p)
 
     def read_and_written(p) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
         """(features that read, of teacher, of student), (key, error, rate of the correction)."""
@@ -168,7 +152,7 @@ def _made(settings, teacher, student, gap):
     return found[settings.error]
 
 
-def _convolved(settings, document, vectors, taps, p):
+def conv_at(settings, document, vectors, taps, p):
     """Of token p, inside its chunk and document."""
     total = jnp.zeros_like(vectors[p])
     for r, tap in enumerate(taps):

@@ -4,10 +4,13 @@ With TRITON_INTERPRET=1 in the environment *before* triton is imported kernels r
 one program after another. That process can neither compile nor launch them.
 """
 
+import contextlib
 import functools
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 from ttcd_kernels import launch as kernel_launch
+
+from experiments.studies.kernels import programs
 
 module: Any = interpreter
 
@@ -112,3 +117,33 @@ def _patch_the_language_once() -> None:
     module._get_np_dtype = lambda dtype: (
         plain(dtype) if dtype.scalar.is_ptr() else by_element(dtype.scalar)
     )
+
+
+def note(op: Any, case: Any, tile: Any = None, change: Callable[..., Any] = lambda run: run) -> str:
+    """Of the row of `check` of a case, which runs here once, operation by operation: "" if it
+    passes. A tile instead of the table's; `change` makes another function of the call."""
+    patched = [(programs, {"ready": _once, "operands": _drawn})]
+    if tile is not None:
+        tuning = op.tuning.Tuning(*[tile] * len(op.tuning.Tuning._fields))
+        patched.append((op.triton_call, {"tuning_for": lambda *_: tuning}))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(kernel_launch.compiling_for(90))
+        run = change(op.implementations(case)["triton"])
+        patched.append((op, {"implementations": lambda _: {"triton": run}}))
+        for where, what in patched:
+            stack.enter_context(mock.patch.multiple(where, **what))
+        (row,) = programs.compare(op, case)
+    return row["note"]
+
+
+def _once(functions: Any, shapes: Any) -> tuple[Any, Any]:
+    """As `programs.ready`; nothing is compiled as a whole, and the second run is the first."""
+    arrays = _drawn(shapes)
+    calls = {x: functools.cache(functools.partial(run, *arrays)) for x, run in functions.items()}
+    return dict.fromkeys(functions, (0, "")), calls
+
+
+def _drawn(shapes: Any) -> list[jax.Array]:
+    """As `programs.operands`, compiled for no shape."""
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in shapes]

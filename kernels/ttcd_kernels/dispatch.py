@@ -19,23 +19,20 @@ class Candidate(NamedTuple):
 
     run: Callable[..., Any]
     unsupported: Callable[..., str | None] = lambda *operands: None
-    is_automatic: bool = True  # "auto" may choose it
-    needs_check: bool = False  # ... on a GPU where the kernels have been checked (`verified`)
+    needs_check: bool = False  # "auto" takes it where the kernels have been checked (`verified`)
 
 
 def choose(
     op: str, implementation: str, candidates: Mapping[str, Candidate], *operands: Any
 ) -> Callable[..., Any]:
-    """`run` of the candidate named, or for "auto" of the first automatic one that can take the
-    operands and, if it needs a check, has had it on such a GPU. Those passed over are logged once,
+    """`run` of the candidate named, or for "auto" of the first one that can take the operands
+    and, if it needs a check, has had it on such a GPU. Those passed over are logged once,
     as a warning where there is a GPU and none of its kernels is taken. Raises `Unsupported` if the
     one named cannot take the operands (it never falls back), `ValueError` if no candidate has this
     name."""
     if implementation == "auto":
         reasons = {}
         for name, candidate in candidates.items():
-            if not candidate.is_automatic:
-                continue
             reason = candidate.unsupported(*operands)
             if reason is None and candidate.needs_check:
                 reason = verified.missing(*operands)

@@ -68,11 +68,14 @@ def unavailable(*arrays: Any) -> str | None:
     return None
 
 
-def unsupported(dtypes: Sequence[str], head_dims: Iterable[int], **arrays: Operand) -> str | None:
+def unsupported(
+    dtypes: Sequence[str], head_dims: Iterable[int] | None, **arrays: Operand
+) -> str | None:
     """The reason why no kernel can take these arrays (by name) on this machine: the first's head
-    dimension, dtypes that differ or are not in `dtypes`, no GPU. None if one can."""
+    dimension (None: any will do), dtypes that differ or are not in `dtypes`, no GPU. None if one
+    can."""
     head_dim = next(iter(arrays.values())).shape[-1]
-    if head_dim not in head_dims:
+    if head_dims is not None and head_dim not in head_dims:
         return f"head dim {head_dim} is not one of {', '.join(map(str, head_dims))}"
     found = [x.dtype.name for x in arrays.values()]
     if len(set(found)) != 1 or found[0] not in dtypes:

@@ -142,5 +142,5 @@ def _residual(before: int, zero_slope: float | None, *operands: Any) -> short_co
 # "auto" takes the first.
 CANDIDATES = {
     "xla": Candidate(_residual),
-    "triton": Candidate(short_conv_call.residual, short_conv_call.unsupported, is_automatic=False),
+    "triton": Candidate(short_conv_call.residual, short_conv_call.unsupported),
 }

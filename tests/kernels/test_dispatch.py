@@ -18,13 +18,13 @@ from ttcd_kernels.dual_window import api
 from ttcd_kernels.dual_window.api import dual_window_attention, dual_window_attention_with_lse
 from ttcd_kernels.windows import Windows
 
-from tests.machine_code.__main__ import launches
+from experiments.studies.kernels.machine_code import launches
 
 OPERANDS = jnp.ones((3, 2))
 CANDIDATES = {
     "best": Candidate(lambda: "best", lambda x: "an odd number of rows" if len(x) % 2 else None),
-    "special": Candidate(lambda: "special", is_automatic=False),
     "plain": Candidate(lambda: "plain"),
+    "special": Candidate(lambda: "special"),
 }
 
 
@@ -71,7 +71,7 @@ def test_a_named_implementation_never_falls_back():
     assert choose("an op", "special", CANDIDATES, OPERANDS)() == "special"
     for name, words in (
         ("best", "'best': an odd number of rows|use 'auto' or 'xla'"),
-        ("fast", "'fast'|auto, best, special, plain"),
+        ("fast", "'fast'|auto, best, plain, special"),
     ):
         refused(words, choose, "an op", name, CANDIDATES, OPERANDS, error=ValueError)
 
@@ -100,9 +100,9 @@ def test_a_launch_names_the_parameter_that_is_wrong():
     attend = partial(dual_window_attention, **windows)
     (found,) = launches(attend, [jnp.ones((1, 64, 2, 32), jnp.bfloat16)] * 3, 90)
     for name, words in (("BLOCK_X", "unexpected|'BLOCK_X'"), ("BLOCK_M", "missing|'BLOCK_M'")):
-        constants = {name: 3, **found.constants}
-        constants = {x: constants[x] for x in constants if (x in found.constants) != (x == name)}
-        call = partial(launch.launch, found.kernel, *found.arguments, **found.options, **constants)
+        named = {x: y for x, y in found.kwargs.items() if x != name}
+        named |= {} if name in found.kwargs else {name: 3}
+        call = partial(launch.launch, *found.args, **named)
         refused(f"dual_window_forward: |{words}", call, error=TypeError)
 
 
@@ -186,6 +186,8 @@ def test_what_does_not_fit_is_refused_in_one_line_with_both_numbers(op, changes,
 
 NARROW = _qkv((1, 8, 1, 32), (1, 8, 1, 32), "bfloat16")
 MIXED = _qkv((1, 8, 1, 32), (1, 8, 1, 32), "float16") | {"q": NARROW["q"]}
+WIDE, HOPPERS = (_qkv(*[(1, 8, 1, 64)] * 2, dtype=x) for x in ("float32", "bfloat16"))
+MOSAIC = {"implementation": "mosaic"}
 HEAD_DIMS = "is not one of 32, 64, 80, 96, 128"
 
 
@@ -201,6 +203,16 @@ HEAD_DIMS = "is not one of 32, 64, 80, 96, 128"
         ("decode", 90, ((2, 4, 32), (2, 16, 2, 32), "float64"), "float64, float64, float64"),
         ("decode", None, _rings((2, 4, 32), (2, 16, 2, 32)), "no NVIDIA GPU|cpu"),
         ("conv", 90, _both("taps", _zeros(9, 4)), "9 taps are more than 8"),
+        ("dual", 90, MOSAIC | NARROW, "head dim 32 is not one of 64, 128"),
+        ("dual", 90, MOSAIC | WIDE, "float32, float32, float32: they must be"),
+        ("dual", 100, MOSAIC | HOPPERS, "compute capability 100, not 90"),
+        (
+            "dual",
+            90,
+            MOSAIC | HOPPERS | {"scale": -0.1},
+            "scale is -0.1, the kernel",
+        ),
+        ("dual", None, MOSAIC | HOPPERS, "no NVIDIA GPU"),
         ("conv", None, {}, "no NVIDIA GPU|cpu"),
     ],
 )
@@ -211,4 +223,4 @@ def test_what_a_kernel_cannot_take_is_refused_before_launch(
         pytest.skip("this machine has a GPU")
     changes = changes if isinstance(changes, dict) else _rings(*changes)  # made in float64
     with launch.compiling_for(capability) if capability else contextlib.nullcontext():
-        _refused(op, changes | {"implementation": "triton"}, words)
+        _refused(op, {"implementation": "triton"} | changes, words)

@@ -1,4 +1,5 @@
-"""Dual-window attention in XLA: results, gradients, memory; the tiles that kernels visit."""
+"""Dual-window attention in XLA: dtypes, memory, rounding; the tiles that kernels visit. Its results
+and gradients: `test_xla.py`."""
 
 from functools import partial
 
@@ -6,13 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, draw, largest_array, traced
+from checks import draw, largest_array, traced
 from ttcd_kernels import dual_window_attention_with_lse, window_attention
 from ttcd_kernels.dual_window import xla
 from ttcd_kernels.dual_window.tiles import documents, visits
-from ttcd_kernels.windows import Windows
-
-from experiments.studies.kernels import definition
 
 
 def _inputs(B, T, S, N, K, H, dtype=None):
@@ -27,61 +25,6 @@ def _results_and_gradients(operands, cotangents, implementation="xla", **options
     call = partial(dual_window_attention_with_lse, implementation=implementation, **options)
     results, pull = jax.vjp(call, *operands)
     return results, pull(cotangents)
-
-
-# name: (queries, keys, query heads, kv heads, teacher window, student window, rows per block,
-# has documents)
-SHAPES = {
-    "one block": (12, 12, 2, 2, 7, 3, 256, False),
-    "several blocks, ragged, documents": (21, 21, 2, 1, 7, 3, 4, True),
-    "grouped heads, halo, documents": (13, 30, 4, 2, 9, 4, 4, True),
-    "halo shorter than the window": (16, 19, 2, 2, 11, 5, 4, True),
-    "student sees itself only": (17, 17, 2, 1, 6, 1, 4, True),
-    "both see themselves only": (9, 9, 2, 2, 1, 1, 4, False),
-    "equal windows": (18, 18, 4, 2, 5, 5, 4, True),
-    "teacher one wider": (18, 18, 2, 2, 6, 5, 4, False),
-    "teacher wider than the row": (14, 14, 2, 2, 99, 4, 4, True),
-    "full attention in halves": (37, 37, 4, 2, None, 6, 4, False),
-    "full attention in halves, documents": (37, 37, 4, 2, None, 6, 4, True),
-    "both full, in halves, halo": (33, 40, 2, 1, None, None, 4, True),
-    "the first window in halves, documents": (72, 72, 4, 2, 33, 6, 4, True),
-    "window as long as two blocks": (16, 16, 2, 2, 8, 4, 4, False),
-    "one query, many keys": (1, 23, 2, 1, 9, 2, 4, True),
-    "one token": (1, 1, 2, 2, None, 1, 256, False),
-    "few queries have a far band": (12, 40, 2, 1, 40, 30, 256, False),
-}
-
-# Out of two calls as well: every reach and halo of them.
-IN_TWO_CALLS = (
-    *("several blocks, ragged, documents", "grouped heads, halo, documents", "equal windows"),
-    *("halo shorter than the window", "teacher wider than the row", "one query, many keys"),
-    *("both full, in halves, halo", "few queries have a far band"),
-)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_results_and_gradients_are_those_of_the_definition(name, float64, monkeypatch):
-    """All four results and the gradients through all four."""
-    T, S, N, K, teacher, student, block, has_documents = SHAPES[name]
-    monkeypatch.setattr(xla, "_MAX_BLOCK", block)
-    operands, cotangents = _inputs(2, T, S, N, K, 4)
-    ids = np.sort(np.random.default_rng(3).integers(1, 4, (2, S)), axis=1)
-    ids = ids if has_documents else None
-    windows, arrays = Windows(teacher or S, student or S, 0.7), [*operands, *cotangents]
-    expected = definition.dual_window(*map(np.asarray, arrays), ids=ids, windows=windows)
-    options = {"segment_ids": None if ids is None else jnp.asarray(ids), "scale": 0.7}
-
-    @jax.jit
-    def run(operands, cotangents):
-        reach = {"teacher_window": teacher, "student_window": student}
-        call = partial(_results_and_gradients, operands, cotangents, **reach, **options)
-        found = [call(x) for x in (("xla", "lse") if name in IN_TWO_CALLS else ("xla",))]
-        return found, window_attention(*operands, window=student, **options)
-
-    found, single = run(operands, cotangents)
-    for results, gradients in found:
-        assert_close((*results, *gradients), expected)
-    assert_close(single, expected[1])
 
 
 def test_bfloat16_multiplies_narrow_operands_into_float32():

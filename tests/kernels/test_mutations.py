@@ -4,7 +4,6 @@ the source, and a case of `check` that can see it runs, shortened, in Triton's i
 Run as a program, the file prints the note of each fault's row, from a fork, which may crash.
 """
 
-import functools
 import importlib
 import itertools
 import json
@@ -23,7 +22,7 @@ DUAL, MERGE = "dual_window/triton_kernels.py", "decode/triton_kernels.py"
 RULES, CALL = "dual_window/cotangents.py", "dual_window/triton_call.py"
 TILES = "dual_window/tiles.py"
 ONE, CONV, RESIDUAL = "decode/triton_call.py", "short_conv_kernels.py", "short_conv_call.py"
-HALO, TURNED, PADDED = "257 of 301", "200, full/1", "131 of 333"
+HALO, TURNED, PADDED, INNER = "257 of 301", "200, full/1", "131 of 333", "129 of 401"
 DOCUMENTS, RING, BEGINNING = "4K 1024/512 documents", "300/100 H16/8", "300/1 H24"
 PEAKED, SLICES, LONG = "77 of 301", "5000/4999", "2 x 514K"
 NORMS = "2 x 3 x 67 F40, norms of 1e-6 documents"
@@ -56,6 +55,7 @@ FAULTS = {
     "ring off by one": (RING, MERGE, "slot < 0, slot + W, slot", "slot < 0, slot + W - 1, slot"),
     "slot before the beginning": (BEGINNING, MERGE, "(stop, position + 1)", "(stop, position + 2)"),
     "last far slice dropped": (RING, MERGE, "else num_slices", "else num_slices - 1"),
+    "inner tiles too near": (INNER, TILES, "first - nearest + 1\n", "last - nearest + 1\n"),
     "tiles of the first row": (DOCUMENTS, DUAL, "tl.program_id(2) * tl.num_programs(0) * 8", "0"),
     "a document never again": (DOCUMENTS, TILES, "jnp.where(is_ordered, start, 0)", "start"),
     "no largest score": (PEAKED, DUAL, "tl.max(score, 1) * scale_log2", "0.0"),
@@ -79,7 +79,7 @@ def test_check_finds_every_fault_and_none_where_there_is_none():
     found = {name: note for name, note in notes if name in FAULTS}
     crashed = {name for name, note in found.items() if not note.startswith("failed: error")}
     assert crashed <= {"offsets of 32 bit"}, found
-    assert len(found) == len(FAULTS) == 26
+    assert len(found) == len(FAULTS) == 27
 
 
 def _note(case_name, file=None, edits=()):
@@ -98,7 +98,7 @@ def _note(case_name, file=None, edits=()):
         import triton_interpreter
         from ttcd_kernels import launch
 
-        from experiments.studies.kernels import attention, convolution, decoding, programs
+        from experiments.studies.kernels import attention, convolution, decoding
 
         assert launch.__file__.startswith(folder)
         triton_interpreter.install()
@@ -111,11 +111,7 @@ def _note(case_name, file=None, edits=()):
         )
         if case_name == LONG:
             return _of_last_program(case._replace(dtype="float16"))
-        case = _shortened(case)
-        programs.ready, programs.operands = _eager, _drawn
-        with launch.compiling_for(90):
-            (row,) = programs.compare(op, case, ("triton",))
-        return row["note"]
+        return triton_interpreter.note(op, *_shortened(op, case))
 
 
 def _forked(*way):
@@ -133,41 +129,20 @@ def _forked(*way):
     return os.fdopen(read)
 
 
-def _shortened(case):
-    """By a factor of eight or 32, with tiles of 32 queries and 16 keys."""
-    from ttcd_kernels.decode import triton_call as decode_call
-    from ttcd_kernels.decode import tuning as decode_tuning
-    from ttcd_kernels.dual_window import triton_call
-    from ttcd_kernels.dual_window.tuning import Tile, Tuning
-
-    triton_call.tuning_for = lambda *_: Tuning(*[Tile(32, 16, 4, 2)] * 3)
-    tile = decode_tuning.Tile(16, 4, 2, 50 * case.batch)
-    decode_call.tuning_for = lambda *_: decode_tuning.Tuning(tile)
+def _shortened(op, case):
+    """By a factor of eight or 32, with a tile of 16 queries and 8 keys or of 32 and 16."""
     sizes = ("length", "num_keys", "teacher_window", "student_window", "num_slots")
     sizes = {x: getattr(case, x, None) for x in sizes}
     factor = 8 if (sizes["length"] or 0) < 4000 else 32
     sizes = {name: max(size // factor, 1) for name, size in sizes.items() if size is not None}
     if hasattr(case, "num_slots"):
         sizes |= {"num_heads": case.num_heads // case.num_kv_heads, "num_kv_heads": 1}
+        tile = 16, 4, 2, 50 * case.batch
     else:
         sizes |= {"batch": 1 + case.has_documents}
-    return case._replace(dtype="float32", **sizes)
-
-
-def _eager(functions, shapes):
-    """As `programs.ready`; nothing is compiled as a whole, and the second run is the first."""
-    arrays = _drawn(shapes)
-    calls = {x: functools.cache(functools.partial(run, *arrays)) for x, run in functions.items()}
-    return dict.fromkeys(functions, (0, "")), calls
-
-
-def _drawn(shapes):
-    """As `programs.operands`, compiled for no shape."""
-    import jax.numpy as jnp
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in shapes]
+        tile = (16, 8, 4, 2) if factor == 8 else (32, 16, 4, 2)
+    tile = op.tuning.Tile(*tile) if hasattr(op, "tuning") else None
+    return case._replace(dtype="float32", **sizes), tile
 
 
 def _of_last_program(case):

@@ -1,4 +1,4 @@
-"""The GPU kernels without a GPU, against their definitions: those of both ops in Triton's
+"""The GPU kernels without a GPU, against their definitions: those of all ops in Triton's
 interpreter, Mosaic's in JAX's simulator of shared memory and barriers, its lowering and refusals.
 
 Run as a program with `triton` or `mosaic`, the file prints a JSON line for each case: both need
@@ -16,137 +16,140 @@ import numpy as np
 import pytest
 from checks import draw
 from devices import printed
-from ttcd_kernels import (
-    decode_attention_with_lse,
-    dual_window_attention_with_lse,
-    launch,
-    short_conv_residual,
-)
-from ttcd_kernels.decode import triton_call as decode_call
+from ttcd_kernels import launch
 from ttcd_kernels.decode import tuning as decode_tuning
-from ttcd_kernels.dual_window import mosaic_call, triton_call
+from ttcd_kernels.dual_window import mosaic_call
 from ttcd_kernels.dual_window.cotangents import with_gradients
-from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, Tile, Tuning, tuning_for
+from ttcd_kernels.dual_window.tuning import Tile, Tuning
 from ttcd_kernels.windows import Windows
 
-from experiments.studies.kernels import definition, programs
-from experiments.studies.kernels.definition import NAMES
+from experiments.studies.kernels import attention, convolution, decoding, programs
 
-# A case is a call of the kernels with a small tile, or (`is_public`) as users make it.
-DUAL = {"T": 40, "S": 40, "N": 2, "K": 1, "H": 32, "teacher": 16, "student": 8}
-# A row that waits, the beginning, both windows' ends, the ring's edge, far beyond.
-PHASES = [-1, 0, 5, 19, 20, 47, 48, 52, 53, 54, 110, 2_000_000_011]
-DECODE = {
-    **{"positions": [7, 60, 1_000_003], "N": 4, "K": 2, "H": 32, "W": 53},
-    **{"teacher": 48, "student": 20, "slices": 2, "block_n": 16},
-}
-DUAL_CASES = [
-    DUAL,
-    DUAL | {"teacher": 100, "student": 1},  # beyond the row; the query alone
-    DUAL | {"teacher": 13, "student": 13, "block_n": 32},  # no far band
-    DUAL | {"teacher": 21, "student": 20, "block_m": 32},
-    DUAL | {"scale": -0.3},
-    DUAL | {"B": 2, "T": 33, "S": 50, "N": 4, "K": 2, "teacher": 20, "student": 7},  # halo
-    DUAL | {"T": 5, "S": 5, "K": 2},  # less than a tile
-    DUAL | {"H": 64, "T": 1, "S": 37, "block_n": 32},  # the last query alone
+# A case is a call, a small tile or the table's, and what the call is made into.
+_DUAL = attention.Case("", 40, 2, 1, 32, 16, 8, dtype="float32")
+_DECODE = decoding.Case("", 3, 4, 2, 32, 48, 20, num_slots=53, first_position=7, dtype="float32")
+_CONV = convolution.Case("", 2, 2, 9, 5, 4, is_causal=True, dtype="float32")
+
+
+def dual(block_m=16, block_n=16, change="", **changes):
+    tile = Tile(block_m, block_n, 4, 2) if block_m else None
+    return attention, _DUAL._replace(**changes), tile, change
+
+
+def decode(block_n=16, slices=2, change="", **changes):
+    case = _DECODE._replace(**changes)
+    programs = case.batch * case.num_kv_heads * slices
+    tile = decode_tuning.Tile(block_n, 4, 2, programs) if block_n else None
+    return decoding, case, tile, change
+
+
+def conv(change="", **changes):
+    return convolution, _CONV._replace(**changes), None, change
+
+
+CASES = [
+    dual(),
+    dual(teacher_window=100, student_window=1),  # beyond the row; the query alone
+    dual(teacher_window=13, student_window=13, block_n=32),  # no far band
+    dual(teacher_window=21, student_window=20, block_m=32),
+    dual(scale=-0.3),
+    # halo
+    dual(batch=2, length=33, num_keys=50, num_heads=4, num_kv_heads=2, teacher_window=20),
+    dual(length=5, num_kv_heads=2),  # less than a tile
+    dual(head_dim=64, length=1, num_keys=37, block_n=32),  # the last query alone
     # columns padded to 128, with heads that follow one another in memory
-    DUAL | {"H": 80, "N": 4, "K": 2, "T": 33, "S": 50, "documents": 3},
-    DUAL | {"H": 96, "N": 2, "K": 2, "T": 24, "S": 24, "dtype": "bfloat16"},
-    DUAL | {"H": 80, "N": 3, "K": 1, "T": 37, "S": 37, "is_public": True},
-    DUAL | {"documents": 4},
-    DUAL | {"B": 2, "S": 51, "documents": 9, "K": 2, "block_m": 32},
-    DUAL | {"documents": 3, "T": 90, "S": 130, "teacher": 90, "student": 40},
-    DUAL | {"B": 2, "documents": 2, "is_mixed": True, "teacher": 30},
-    *[DUAL | {"transform": name, "T": 24, "S": 24} for name in ("jit", "remat", "vmap")],
-    DUAL | {"is_public": True, "T": 150, "S": 150, "teacher": None, "student": 60},
-    *[DUAL | {"dtype": dtype} for dtype in ("bfloat16", "float16")],
-]
-DECODE_CASES = [
-    DECODE | {"positions": PHASES, "K": 1, "N": 2},
-    DECODE | {"W": 48, "slices": 4},  # full
-    DECODE | {"W": 1, "teacher": 1, "student": 1},
-    DECODE | {"W": 100, "teacher": 33, "student": 16, "block_n": 32},
-    *[DECODE | {"N": group, "K": 1, "positions": [70]} for group in (1, 2, 3, 17)],
-    DECODE | {"student": 48, "slices": 1},
-    DECODE | {"student": 1},
-    DECODE | {"student": 47, "slices": 5},
-    DECODE | {"teacher": 50, "student": 18, "slices": 4},
+    dual(head_dim=80, num_heads=4, num_kv_heads=2, length=33, num_keys=50, has_documents=True),
+    dual(head_dim=96, num_kv_heads=2, length=24, dtype="bfloat16"),
+    dual(0, head_dim=80, num_heads=3, length=37),
+    # documents, in the second row such as come again
+    dual(has_documents=True),
+    dual(batch=2, num_keys=51, num_kv_heads=2, block_m=32, has_documents=True),
+    dual(length=90, num_keys=130, teacher_window=90, student_window=40, has_documents=True),
     *[
-        DECODE | {"transform": name, "positions": [7, 90]}
-        for name in ("jit", "vmap", "vmap, shared caches")
+        dual(change=name, length=24, num_heads=4, num_kv_heads=2)
+        for name in ("jit", "remat", "vmap", "vmap, shared keys")
     ],
+    dual(0, length=150, teacher_window=None, student_window=60),
+    *[dual(dtype=dtype) for dtype in ("bfloat16", "float16")],
+    # every position from a row that waits on, both windows' ends, the ring's edge; far beyond
+    decode(batch=57, step=1, first_position=-1, num_heads=2, num_kv_heads=1),
+    decode(first_position=2_000_000_011),
+    decode(num_slots=48, slices=4),  # full
+    decode(num_slots=1, teacher_window=1, student_window=1),
+    decode(num_slots=100, teacher_window=33, student_window=16, block_n=32),
+    *[decode(batch=1, num_heads=n, num_kv_heads=1, first_position=70) for n in (1, 2, 3, 17)],
+    decode(student_window=48, slices=1),
+    decode(student_window=1),
+    decode(student_window=47, slices=5),
+    decode(teacher_window=50, student_window=18, slices=4),
+    *[decode(change=name, batch=2, step=83) for name in ("jit", "vmap", "vmap, shared keys")],
     # many slices, merged in several steps; the younger row has none in the far band
-    DECODE | {"positions": [5, 900], "W": 640, "teacher": 620, "student": 340, "slices": 40},
+    decode(
+        **{"batch": 2, "step": 895, "first_position": 5, "num_slots": 640, "slices": 40},
+        **{"teacher_window": 620, "student_window": 340},
+    ),
     # columns padded to 128
-    DECODE | {"H": 80, "positions": PHASES[:4]},
-    DECODE | {"H": 96, "K": 1, "dtype": "float16"},
-    DECODE | {"H": 80, "K": 4, "is_public": True},
-    DECODE | {"is_public": True, "H": 128},
-    *[DECODE | {"dtype": dtype} for dtype in ("bfloat16", "float16")],
+    decode(head_dim=80, batch=2, step=12),
+    decode(head_dim=96, num_kv_heads=1, dtype="float16"),
+    decode(0, head_dim=80, num_kv_heads=4),
+    decode(0, head_dim=128),
+    *[decode(dtype=dtype) for dtype in ("bfloat16", "float16")],
 ]
-CONV = {"B": 2, "C": 2, "L": 9, "F": 5, "R": 4, "is_causal": True, "normalizes_keys": True}
 CONV_CASES = [
-    CONV | {"has_documents": True},
-    CONV | {"is_causal": False, "zero_slope": 3.0, "R": 5},
-    CONV | {"normalizes_keys": False, "has_documents": True, "R": 8, "is_causal": False},
+    conv(has_documents=True),
+    conv(is_causal=False, num_taps=5, size=4.5e-4, zero_slope=1e6),  # norms on both sides of 1e-6
+    conv(is_causal=False, num_taps=8, normalizes_keys=False, has_documents=True),
     # several tiles, spans and blocks of features
-    CONV | {"B": 1, "C": 1, "L": 130, "F": 130, "dtype": "bfloat16"},
-    CONV | {"dtype": "float16", "has_documents": True, "transform": "vmap"},
+    conv(batch=1, num_chunks=1, chunk_size=130, num_features=130, dtype="bfloat16"),
+    conv(has_documents=True, dtype="float16"),
+    conv(change="by row"),
 ]
-WIDE = {"T": 128, "S": 128, "N": 2, "K": 1, "H": 64, "teacher": 64, "student": 32}
-WIDE |= {"dtype": "bfloat16"}
-SMALL = {"tiles": [(128, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2)]}  # more tiles than slots
-FORWARD = {"has_gradients": False}
-HALF = WIDE | {"N": 1, "teacher": 200, "student": 90, "dtype": "float16"}
+_WIDE = attention.Case("", 128, 2, 1, 64, 64, 32)
+_HALF = _WIDE._replace(num_heads=1, student_window=90, dtype="float16", has_documents=True)
+_SMALL = Tuning(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
+# (tiles that are more than slots, or the table's; has gradients; call)
 MOSAIC_CASES = [
     # Two sequences, grouped heads, ragged; windows and halo cut tiles, no query sees the first.
-    WIDE | SMALL | {"B": 2, "T": 130, "S": 290, "teacher": 31, "student": 17},
+    (
+        *(_SMALL, True),
+        _WIDE._replace(batch=2, length=130, num_keys=290, teacher_window=31, student_window=17),
+    ),
     # Far more tiles than slots.
-    WIDE | SMALL | FORWARD | {"S": 440, "N": 1, "teacher": 397, "student": 130},
-    # The table's tile; the teacher's window ends inside a query tile's halo.
-    WIDE | FORWARD | {"T": 256, "S": 300, "N": 1, "teacher": 193, "student": 128},
+    (_SMALL, False, _WIDE._replace(num_keys=440, num_heads=1, teacher_window=397)),
+    # The teacher's window ends inside a query tile's halo.
+    (None, False, _WIDE._replace(length=256, num_keys=300, num_heads=1, teacher_window=193)),
     # Beyond the row; the query alone.
-    WIDE | {"T": 200, "S": 200, "H": 128, "N": 1, "teacher": 300, "student": 1},
+    (
+        *(None, True),
+        _WIDE._replace(length=200, head_dim=128, num_heads=1, teacher_window=300, student_window=1),
+    ),
     # No far band.
-    WIDE | FORWARD | {"T": 256, "S": 256, "H": 128, "teacher": 128, "student": 128},
-    # Documents of several tiles, of one key, cut by tiles, with halo and a ragged end.
-    HALF | SMALL | {"B": 2, "T": 330, "S": 390, "teacher": 300, "lengths": [256, 1, 70, 63]},
-    # Ids that come again; no far band.
-    HALF | {"T": 256, "S": 256, "student": 200, "lengths": [90, 1, 165], "ids": [3, 1, 3]},
+    (None, False, _WIDE._replace(length=256, head_dim=128, student_window=64)),
+    # Documents of several tiles, of one key, cut by tiles, such as come again, with halo.
+    (_SMALL, True, _HALF._replace(batch=2, length=330, num_keys=390, teacher_window=300)),
+    # No far band.
+    (None, True, _HALF._replace(length=256, teacher_window=200, student_window=200)),
 ]
-# A relative step of each dtype; sums over up to 60 keys, probabilities rounded once. Log-sum-exps
-# are sums in float32 of exact products.
-DUAL_BOUNDS = {"float32": 2e-6, "bfloat16": 3e-2, "float16": 3e-3}
-DECODE_BOUNDS = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
-# Of Mosaic a step of each dtype at 1: outputs are averages, of weights rounded once. Of gradients,
-# two at the largest.
-STEP = {"bfloat16": 2**-7, "float16": 2**-10}
+# Of outputs, of gradients: a step of each dtype for a rounding of the weights and of the result.
+MOSAIC_BOUNDS = {"bfloat16": (2**-8, 2**-7), "float16": (2**-11, 2**-10)}
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """A line of each case."""
+    """What is printed for each case."""
     lines = printed(__file__, "triton", count=1, TRITON_INTERPRET="1").splitlines()
-    assert len(lines) == len(DUAL_CASES + DECODE_CASES + CONV_CASES)
-    return lines
+    return [*map(json.loads, lines)]
 
 
 def test_tritons_results_and_gradients_are_those_of_the_definition(interpreted):
-    for case, line in zip(DUAL_CASES + DECODE_CASES, interpreted, strict=False):
-        errors = json.loads(line)
-        dtype, bounds = case.get("dtype", "float32"), DUAL_BOUNDS if "T" in case else DECODE_BOUNDS
-        # One by one: `max` passes over NaN, the value of an unwritten result.
-        for name, (error, _) in errors.items():
-            assert error < bounds["float32" if name.endswith("lse") else dtype], (case, errors)
+    cases = CASES + CONV_CASES
+    assert [*zip(cases, interpreted, strict=False)] == [(case, "") for case in cases]
 
 
-def test_tritons_convolutions_have_the_bits_of_xlas_and_their_gradients(interpreted):
-    """Whatever the operands, of target and difference; of keys where squares add up exactly."""
-    for case, line in zip(reversed(CONV_CASES), reversed(interpreted), strict=False):
-        ulps, exact_ulps, *errors = json.loads(line)
-        assert [*ulps[:2], *exact_ulps] == [0] * 5, case
-        assert ulps[2] <= 4, case
-        assert max(errors) < DUAL_BOUNDS[case.get("dtype", "float32")], (case, errors)
+def test_tritons_convolutions_have_the_bits_of_xlas(interpreted):
+    """Whatever the operands, of difference and target; of keys where squares add up exactly."""
+    for case, ulps in zip(CONV_CASES, interpreted[-len(CONV_CASES) :], strict=True):
+        assert [x <= bound for x, bound in zip(ulps, (0, 0, 4, 0, 0, 0), strict=True)], case
 
 
 def test_mosaics_results_are_those_of_the_definition_and_nothing_races():
@@ -154,139 +157,77 @@ def test_mosaics_results_are_those_of_the_definition_and_nothing_races():
     output = printed(__file__, "mosaic", count=1, NPROC="8")
     assert "RACE DETECTED" not in output, output[:3000]
     for case, line in zip(MOSAIC_CASES, output.splitlines(), strict=True):
-        step = STEP[case["dtype"]]
-        for name, (relative, absolute) in json.loads(line).items():
-            bound = 2e-6 if name.endswith("lse") else 2 * step if name.startswith("d") else step
-            assert (relative if name.startswith("d") else absolute) < bound, (case, line)
+        of_outs, of_gradients = MOSAIC_BOUNDS[case[2].dtype]
+        for name, error in json.loads(line).items():
+            bound = of_gradients if name[:2] in ("dq", "dk", "dv") else of_outs
+            assert error < (2e-6 if name.endswith("lse") else bound), (case, line)
 
 
-def _dual_window(case):
-    """(kernels, definition, operands, cotangents) of a case. Further rows have their documents in
-    reverse order where their `lengths` are given."""
-    B, (T, S, N, K, H) = case.get("B", 1), (case[name] for name in "TSNKH")
-    q, k, lse = (B, T, N, H), (B, S, K, H), (B, T, N)
-    *operands, d_teacher, d_student = draw(0, q, k, k, q, q, dtype=case.get("dtype", "float32"))
-    ids = None
-    if case.get("documents"):
-        ids = np.random.default_rng(1).integers(0, case["documents"], (B, S))
-        ids = ids if case.get("is_mixed") else np.sort(ids, 1)
-    if case.get("lengths"):
-        names, lengths = range(len(case["lengths"])), case["lengths"]
-        ids = np.tile(np.repeat(names, lengths[::-1]), (B, 1))
-        ids[0] = np.repeat(case.get("ids", names), lengths)
-    windows = Windows(case["teacher"] or S, case["student"], case.get("scale", H**-0.5))
-    expected = partial(definition.dual_window, ids=ids, windows=windows)
-    ids = None if ids is None else jnp.asarray(ids, jnp.int32)
-    tuning = Tuning(*[Tile(case.get("block_m", 16), case.get("block_n", 16), 4, 2)] * 3)
-    triton_call.tuning_for = lambda *_: tuning
-    kernels = partial(triton_call.dual_window, segment_ids=ids, windows=windows)
-    if case.get("is_public"):
-        triton_call.tuning_for = tuning_for
-        kernels = partial(_public(case, dual_window_attention_with_lse), segment_ids=ids)
-    if case in MOSAIC_CASES:
-        from jax.experimental.pallas import mosaic_gpu
+def _mapped(is_shared, run):
+    """`run` by vmap over kv heads, or over the query heads of each, which share its keys."""
 
-        tuning = Tuning(*(Tile(*tile) for tile in case.get("tiles", MOSAIC_TILES[H])))
-        mosaic_call.MOSAIC_TILES = {H: tuning}
-        options = {"interpret": mosaic_gpu.InterpretGPUParams(detect_races=True)}
-        launches = (mosaic_call.launch_forward, mosaic_call.launch_backward)
-        forward, backward = (partial(x, windows, **options) for x in launches)
-        kernels = jax.jit(lambda *qkv: with_gradients(forward, backward, *qkv, ids))
-    cotangents = d_teacher, d_student, *draw(2, lse, lse, dtype="float32")
-    return kernels, expected, operands, cotangents
+    def mapped(q, k, v):
+        (*rows, N, H), K = q.shape, k.shape[2]
+        of_q, of_keys = (-2, None) if is_shared else (-3, -3)
+        keys = (k, v) if is_shared else (k[:, :, :, None], v[:, :, :, None])
+        axes = (of_q, of_q, of_q + 1, of_q + 1)
+        results = jax.vmap(run, (of_q, of_keys, of_keys), axes)(q.reshape(*rows, K, -1, H), *keys)
+        return tuple(x.reshape(*rows, N, *x.shape[len(rows) + 2 :]) for x in results)
+
+    return mapped
 
 
-def _decode(case):
-    """As `_dual_window`. Slots out of sight hold numbers as large as the others, so that seeing one
-    shows."""
-    B, (N, K, H, W) = len(case["positions"]), (case[name] for name in "NKHW")
-    operands = draw(0, (B, N, H), *[(B, W, K, H)] * 2, dtype=case.get("dtype", "float32"))
-    windows = Windows(case["teacher"], case["student"], H**-0.5)
-    tile = decode_tuning.Tile(case["block_n"], 4, 2, B * K * case["slices"])
-    decode_call.tuning_for = lambda *_: decode_tuning.Tuning(tile)
-    kernels = partial(decode_call.decode, windows=windows)
-    if case.get("is_public"):
-        decode_call.tuning_for = decode_tuning.tuning_for
-        kernels = _public(case, decode_attention_with_lse)
-    operands.append(jnp.asarray(case["positions"], jnp.int32))
-    return kernels, partial(definition.decode, windows=windows), operands, ()
+def _by_row(run):
+    """The convolution `run` by vmap over the batch, of which each row has taps of the student."""
+
+    def mapped(z_teacher, z_student, teacher_taps, student_taps):
+        own = jnp.broadcast_to(student_taps, (len(z_student), *student_taps.shape))
+        z = z_teacher[:, None], z_student[:, None]
+        return tuple(x[:, 0] for x in jax.vmap(run, (0, 0, None, 0))(*z, teacher_taps, own))
+
+    return mapped
 
 
-def _public(case, call):
-    windows = {"teacher_window": case["teacher"], "student_window": case["student"]}
-    return partial(call, **windows, implementation="triton")
+_CHANGES = {"": lambda run: run, "jit": jax.jit, "remat": jax.checkpoint, "by row": _by_row}
+_CHANGES |= {"vmap": partial(_mapped, False), "vmap, shared keys": partial(_mapped, True)}
 
 
-def _errors(case):
-    """By result and gradient, against the definition in float64 on the same (rounded) operands, of
-    each row of a vmap."""
-    call, define, operands, cotangents = (_dual_window if "T" in case else _decode)(case)
-    transform, given, n = case.get("transform", ""), [*operands, *cotangents], len(operands)
-    rows = [given]
-    if transform.startswith("vmap"):
-        axes = [None if "shared" in transform and i in (1, 2) else 0 for i in range(len(given))]
-        pairs = [*zip(given, axes, strict=True)]
-        rows.insert(0, [x if a is None else jnp.roll(x, 1, 0) for x, a in pairs])
-        given = [x if a is None else jnp.stack([jnp.roll(x, 1, 0), x]) for x, a in pairs]
-        call = jax.vmap(call, axes[:n])
-    call = {"jit": jax.jit, "remat": jax.checkpoint}.get(transform, lambda call: call)(call)
-    if cotangents and case.get("has_gradients", True):
-        results, pull = jax.vjp(call, *given[:n])
-        found = *results, *pull(tuple(given[n:]))
-    else:
-        found = call(*given[:n])
-    dtype = operands[0].dtype
-    assert [x.dtype for x in found] == [dtype] * 2 + ["float32"] * 2 + [dtype] * (len(found) - 4)
-    wide = [[np.asarray(x, None if x.dtype == "int32" else float) for x in row] for row in rows]
-    expected = [np.stack(x) for x in zip(*(define(*row) for row in wide), strict=True)]
-    if cotangents:
-        assert all(np.isfinite(x).all() for x in expected)
-    named = zip(NAMES, found, expected, strict=False)
-    return {name: _errors_of(x, y.reshape(x.shape)) for name, x, y in named}
+def _mosaic(tiles, has_gradients, case):
+    """Errors by name."""
+    from jax.experimental.pallas import mosaic_gpu
 
-
-def _errors_of(found, expected):
-    """(max |a - b| / max |b|, max |a - b|), equal infinities, the log-sum-exps of rows that see
-    nothing, apart."""
-    relative = programs.relative_error(np.asarray(found), expected)
-    return relative, relative * float(np.abs(expected[np.isfinite(expected)]).max())
-
-
-def _conv(case):
-    """Ulps of the results beside XLA's, on any numbers and on such whose sums are exact, and the
-    errors of the gradients beside XLA's in float64."""
-    B, C, L, F, R = (case[name] for name in "BCLFR")
-    z, taps, dtype = (B, C, L, F), (R, F), case.get("dtype", "float32")
-    facts = {name: case[name] for name in ("is_causal", "normalizes_keys")}
-    facts |= {"zero_slope": case.get("zero_slope", 1.0), "segment_ids": None}
-    if case.get("has_documents"):
-        facts["segment_ids"] = jnp.asarray(np.random.default_rng(0).integers(0, 2, (B, C, L)))
-    triton, xla = (
-        partial(short_conv_residual, **facts, implementation=x) for x in ("triton", "xla")
+    table = mosaic_call.MOSAIC_TILES
+    mosaic_call.MOSAIC_TILES = table if tiles is None else {case.head_dim: tiles}
+    options = {"interpret": mosaic_gpu.InterpretGPUParams(detect_races=True)}
+    ids = None if case.ids is None else jnp.asarray(case.ids)
+    forward, backward = (
+        partial(x, case.windows, **options)
+        for x in (mosaic_call.launch_forward, mosaic_call.launch_backward)
     )
-    if case.get("transform"):
-        triton, xla = (jax.vmap(x, (0, 0, None, 0)) for x in (triton, xla))
-        z = (2, *z)
-    # Products are exact in float32, so that none is rounded otherwise where a sum takes it in.
-    operands = [x.astype(dtype) for x in draw(0, z, z, dtype="bfloat16")]
-    operands += [x.astype("float32") for x in draw(1, taps, taps, dtype="bfloat16")]
-    cotangents = tuple(draw(2, z, z, z, dtype=dtype))
-    if case.get("transform"):
-        operands[3] = jnp.stack([operands[3], -operands[3]])
-    if "zero_slope" in case:
-        operands[1] = operands[1].at[:, 0].set(0)
-    exact = [jnp.round(2 * x).clip(-4, 4) / 4 for x in operands]
+    run = jax.jit(lambda *qkv: with_gradients(forward, backward, *qkv, ids))
+    shapes = attention.operand_shapes(case)
+    operands = [draw(i, x.shape, dtype=x.dtype)[0] for i, x in enumerate(shapes)]
+    direction = programs.directions(attention, case)["fwd + bwd" if has_gradients else "forward"]
+    found = jax.device_get(jax.tree.leaves(direction(run)(*operands)))
+    mosaic_call.MOSAIC_TILES = table
+    expected = attention.expected(case, operands).items()
+    assert [x.dtype.name for x in found[:4]] == [case.dtype] * 2 + ["float32"] * 2
+    return {
+        name: programs.relative_error(x, y) for (name, y), x in zip(expected, found, strict=False)
+    }
 
-    @jax.jit
-    def found(operands, exact, cotangents):
-        results = [[run(*x) for run in (triton, xla)] for x in (operands, exact)]
-        wide = jax.tree.map(lambda x: x.astype(float), (operands, cotangents))
-        both = (triton, (operands, cotangents)), (xla, wide)
-        return results, [jax.vjp(run, *arrays)[1](given) for run, (arrays, given) in both]
 
-    results, gradients = jax.device_get(found(operands, exact, cotangents))
-    ulps = [[int(programs.ulps(*x).max()) for x in zip(*pair, strict=True)] for pair in results]
-    return *ulps, *map(programs.relative_error, *gradients)
+def _ulps(_, case, __, change):
+    """Of difference, target and key, beside XLA's, on any numbers and on such whose sums are exact.
+    Products are exact in float32, so that none is rounded otherwise where a sum takes it in."""
+    found, shapes = [], convolution.operand_shapes(case)[: convolution.INPUTS]
+    runs = convolution.implementations(case._replace(size=1.0))
+    drawn = [draw(i, x.shape, dtype="bfloat16")[0] for i, x in enumerate(shapes)]
+    for operands in drawn, [jnp.round(2 * x).clip(-4, 4) / 4 for x in drawn]:
+        given = [x.astype(case.dtype) for x in operands]
+        results = (_CHANGES[change](runs[name])(*given) for name in ("triton", "xla"))
+        found += [int(programs.ulps(*map(np.asarray, x)).max()) for x in zip(*results, strict=True)]
+    return found
 
 
 def _shapes(length, num_heads, num_kv_heads, head_dim, dtype=jnp.bfloat16):
@@ -321,41 +262,27 @@ def test_mosaic_lowers_to_one_kernel_for_hopper_and_the_gradient_to_two_more(
     assert has_gradients or "stablehlo.pad" not in text  # whole tiles need none
 
 
-def test_what_mosaic_cannot_take_is_refused_before_launch(monkeypatch):
-    qkv = _shapes(128, 2, 1, 64)
-
-    def reason(*operands):
-        return str(mosaic_call.unsupported(*operands))
-
-    with launch.compiling_for(90):
-        assert mosaic_call.unsupported(*qkv, None) is None
-        assert "head dim 32 is not one of 64, 128" in reason(*_shapes(128, 2, 1, 32))
-        wide, mixed = (_shapes(128, 2, 1, 64, dtype) for dtype in (jnp.float32, jnp.float16))
-        assert "float32, float32, float32: they must be" in reason(*wide)
-        assert "bfloat16, float16, float16" in reason(qkv[0], *mixed[1:])
-        for version, is_refused in ((12_060, False), (12_090, True), (13_000, False)):
-            monkeypatch.setattr(mosaic_call, "_toolkit", lambda version=version: version)
-            assert (f"CUDA {version}" in reason(*qkv)) == is_refused
-    for capability in (80, 100):
-        with launch.compiling_for(capability):
-            assert f"compute capability {capability}, not 90" in reason(*qkv)
-    if jax.default_backend() != "gpu":
-        assert "there is no NVIDIA GPU" in reason(*qkv)
-    # A scale that turns the order of scores round.
-    assert "scale is -0.1, the kernel needs one above 0" in reason(*qkv, None, Windows(16, 8, -0.1))
+def test_an_assembler_that_is_wrong_about_masks_is_refused(monkeypatch):
+    for version, is_refused in ((12_060, False), (12_090, True), (13_000, False)):
+        monkeypatch.setattr(mosaic_call, "_toolkit", lambda version=version: version)
+        with launch.compiling_for(90):
+            assert (f"CUDA {version}" in str(mosaic_call.unsupported(*_shapes(8, 2, 1, 64)))) == (
+                is_refused
+            )
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
     if sys.argv[1] == "mosaic":
-        jax.config.update("jax_enable_x64", True)
         for case in MOSAIC_CASES:
-            print(json.dumps(_errors(case)), flush=True)
+            print(json.dumps(_mosaic(*case)), flush=True)
     else:
         import triton_interpreter
 
         triton_interpreter.install()
-        with launch.compiling_for(90), jax.enable_x64(True):
-            for case in DUAL_CASES + DECODE_CASES:
-                print(json.dumps(_errors(case)), flush=True)
+        programs.BOUNDS["float32"] = 2e-6
+        for op, case, tile, change in CASES + CONV_CASES:
+            print(json.dumps(triton_interpreter.note(op, case, tile, _CHANGES[change])), flush=True)
+        with launch.compiling_for(90):
             for case in CONV_CASES:
-                print(json.dumps(_conv(case)), flush=True)
+                print(json.dumps(_ulps(*case)), flush=True)

@@ -13,19 +13,15 @@ every `import jax`.
 """
 
 import argparse
-import contextlib
 import functools
-import io
 import itertools
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +33,7 @@ from ttcd_kernels.table import format_table
 
 from experiments.studies.kernels import programs
 from experiments.studies.kernels.cases import OPS
+from experiments.studies.kernels.machine_code import Compiled, compiled, registers_and_spills
 from ttcd_jax.run.described import COMPILER, described_devices, missing_compiler
 from ttcd_jax.train.hardware import HARDWARE
 
@@ -44,22 +41,9 @@ from ttcd_jax.train.hardware import HARDWARE
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 SHARED_LIMIT |= {120: 99 << 10}
 REGISTERS = 65_536  # of a multiprocessor, hence of a block
-_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
 # Each compiles to one machine instruction.
 _TENSOR_CORES = re.compile(r"\b(?:(?:wgmma\.mma_async|mma)\.sync|tcgen05\.mma)")
 _SIZES = {"num_heads": 16, "num_kv_heads": 8, "teacher_window": 8192, "student_window": 4096}
-
-
-class Compiled(NamedTuple):
-    """The resources of one kernel compiled to machine code."""
-
-    name: str
-    num_warps: int
-    registers: int  # per thread
-    spill_bytes: int  # per thread, stores and loads
-    shared_bytes: int
-    ptx: str
-    cubin: bytes
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -143,67 +127,7 @@ def compile_kernels(op: str, case: Any, capability: int) -> list[Compiled]:
     with launch.compiling_for(capability):
         *_, make = programs.directions(OPS[op], case).values()
         whole = make(OPS[op].implementations(case)["triton"])
-    found = launches(whole, OPS[op].operand_shapes(case), capability)
-    return [compile_launch(x, capability) for x in found]
-
-
-class Launch(NamedTuple):
-    """A kernel, its arguments (arrays, numbers), the constants of its compiler and the options of
-    `launch.launch`."""
-
-    kernel: Any
-    arguments: tuple[Any, ...]
-    constants: Mapping[str, Any]
-    options: Mapping[str, Any]
-
-
-def launches(
-    function: Callable[..., Any], operands: Sequence[Any], capability: int
-) -> list[Launch]:
-    """The launches of `function(*operands)` on a GPU of this capability, in order."""
-    found = []
-
-    def record(kernel: Any, *args: Any, **named: Any) -> list[jax.Array]:
-        options = {x: named.pop(x) for x in ("out_shape", "grid", "num_warps", "num_stages")}
-        found.append(Launch(kernel, args, named, options))
-        return [jnp.zeros(x.shape, x.dtype) for x in options["out_shape"]]
-
-    with launch.compiling_for(capability), mock.patch.object(launch, "launch", record):
-        jax.eval_shape(function, *operands)
-    return found
-
-
-def compile_launch(launched: Launch, capability: int) -> Compiled:
-    """Compiled as jax-triton does: arrays are aligned to 16 bytes, numbers that are 1 constants."""
-    import triton
-    from triton import knobs
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel, constants, attributes = launched.kernel, dict(launched.constants), {}
-    signature = dict.fromkeys(kernel.arg_names, "constexpr")
-    arguments = *launched.arguments, *launched.options["out_shape"]
-    for index, (name, value) in enumerate(zip(signature, arguments, strict=False)):
-        if hasattr(value, "shape") and not isinstance(value, np.generic):
-            signature[name] = f"*{_TYPES[jnp.dtype(value.dtype).name]}"
-            attributes[index,] = [["tt.divisibility", 16]]
-        elif value == 1:
-            constants[name] = 1
-        else:
-            signature[name] = "i32" if isinstance(value, int) else "fp32"
-    source = ASTSource(kernel, signature, constants, attributes)
-    options = {name: launched.options[name] for name in ("num_warps", "num_stages")}
-    with (
-        contextlib.redirect_stdout(io.StringIO()) as report,
-        tempfile.TemporaryDirectory() as folder,
-        knobs.cache.scope(),
-        knobs.nvidia.scope(),
-    ):
-        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True  # a cached one reports nothing
-        compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
-    counts = _registers_and_spills(report.getvalue())
-    code = compiled.metadata.shared, compiled.asm["ptx"], compiled.asm["cubin"]
-    return Compiled(kernel.__name__, options["num_warps"], *counts, *code)
+    return compiled(whole, OPS[op].operand_shapes(case), capability)
 
 
 def tensor_core_instructions(kernel: Compiled) -> int:
@@ -293,15 +217,7 @@ def _compiled(report: str) -> Compiled:
     (name,) = set(re.findall(r"Compiling entry function '(\w+)' for 'sm_90a'", report))
     shared = re.findall(r"smem_scratch_bytes=(\d+)", report)[0]
     warps = 4 * (COMPUTE_WARPGROUPS + 1)
-    return Compiled(name, warps, *_registers_and_spills(report), int(shared), report, b"")
-
-
-def _registers_and_spills(report: str) -> tuple[int, int]:
-    """By the assembler's report of a kernel."""
-    registers = re.findall(r"Used (\d+) registers", report)[0]
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
-    assert len(spills) >= 2, report[-3000:]
-    return int(registers), sum(map(int, spills[:2]))
+    return Compiled(name, warps, *registers_and_spills(report), int(shared), report, b"")
 
 
 def _mosaic_cases() -> list[Any]:

@@ -84,8 +84,7 @@ def test_convolutions_fit_and_spill_nothing():
         results, pull = jax.vjp(functools.partial(short_conv_residual, **options), *operands)
         return pull(results)
 
-    for launched in machine_code.launches(gradients, [z, z, taps, taps], 90):
-        kernel = machine_code.compile_launch(launched, 90)
+    for kernel in machine_code.compiled(gradients, [z, z, taps, taps], 90):
         assert kernel.name.startswith("short_conv_residual")
         assert kernel.spill_bytes == 0
         _fits(kernel, 89)

@@ -282,9 +282,11 @@ def test_the_share_of_the_windows_is_that_of_the_definition(name, float64):
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
     def convolved(name, rows):
-        z = module.features(jnp.pad(rows[:, 8:], ((0, 0), (0, 1), (0, 0))))[:, None]
-        args = params.get(name), jnp.asarray([[[7, 4, 4, 4]]]), module.settings.is_conv_causal
-        return (definitions.short_conv(z, *args) if name in params else z)[0, 0, 1:3]
+        z = module.features(rows[:, 8:])[0]
+        if name not in params:
+            return z[1:]
+        args = module.settings, np.asarray([7, 4, 4]), z, params[name]
+        return jnp.stack([definitions.conv_at(*args, p) for p in (1, 2)])
 
     def errors(seen):  # by the student
         difference = convolved("teacher_conv", x) - convolved("student_conv", seen)

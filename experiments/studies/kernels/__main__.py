@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows = [store[job] for job in wanted if job in store]
         print(f"\n{name}: {len(rows)} of {len(wanted)}", flush=True)
         print(format_table(step.shown(rows)) if rows else "", flush=True)
-        lines += step.advice(rows)
+        lines += step.advice({"rows": rows})
     print(*lines, sep="\n")
     wanted = [job for of_step in jobs.values() for job in of_step]
     if not wanted:
@@ -108,15 +108,15 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
 
 
 class Step(NamedTuple):
-    """Jobs of a kind: how they are found, measured, shown and used; seconds of each, how many at
-    once."""
+    """Jobs of a kind: how they are found, measured, shown and, from a report, used; seconds of
+    each, how many at once."""
 
     jobs: Callable[[Namespace], list[Job]]
     measured: Callable[[Job], Row]
     seconds: int
     at_once: Callable[[Job], int] = lambda job: 1
     shown: Callable[[list[Row]], list[Row]] = _shown
-    advice: Callable[[list[Row]], list[str]] = lambda rows: []
+    advice: Callable[[Row], list[str]] = lambda report: []
 
 
 def _memcheck_jobs(options: Namespace) -> list[Job]:

@@ -6,6 +6,7 @@ least arithmetic or the least memory traffic, whichever is longer, at this devic
 ceilings.
 """
 
+import math
 import runpy
 import sys
 from argparse import Namespace
@@ -73,8 +74,9 @@ def tables(rows: Sequence[Row]) -> Row:
     """What a report shows of its rows of this step: the ceilings, and the table of each op."""
     timed = [row for row in rows if row["step"] == "times"]
     of_ops = {x: {"rows": shown([row for row in timed if row["op"] == x])} for x in OPS}
-    ceilings = [row["ceilings"] for row in timed if "ceilings" in row]
-    return {"ceilings": ceilings[-1], "ops": of_ops} if ceilings else {}
+    known = [row["ceilings"] for row in timed if "ceilings" in row]
+    unknown = measure.Ceilings(math.nan, math.nan)._asdict()
+    return {"ceilings": known[-1] if known else unknown, "ops": of_ops} if timed else {}
 
 
 if __name__ == "__main__":

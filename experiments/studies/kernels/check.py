@@ -10,7 +10,6 @@ both runs equal bit by bit.
 import runpy
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 
 from ttcd_kernels import launch, verified
 from ttcd_kernels.measure import Row
@@ -38,12 +37,12 @@ def measured(job: Job) -> Row:
     return rows[0] if rows else {"note": f"{programs.FAILED}no results"}
 
 
-def advice(rows: Sequence[Row]) -> list[str]:
+def advice(report: Row) -> list[str]:
     """What to change after a check of everything that "auto" may take: `verified.VERIFIED`."""
     gpu = launch.capability()
     if gpu is None or gpu in verified.VERIFIED:
         return []
-    passed = {job_of(row) for row in rows if not row["note"]}
+    passed = {job_of(row) for row in report["rows"] if not row["note"]}
     needed = {*jobs(Namespace(op=[*OPS], implementation=GPU_KERNELS))}
     text = f"verified.py: VERIFIED may have {gpu}, in a commit that brings this report"
     return [text] if needed <= passed else []

@@ -31,7 +31,7 @@ class Case(NamedTuple):
     num_taps: int = 5
     is_causal: bool = False
     normalizes_keys: bool = True
-    has_documents: bool = False  # in every chunk others
+    has_documents: bool = False  # in every chunk others, of which one comes again
     dtype: str = "bfloat16"
     rounds: int = 5
     num_compared: None = None  # all
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     @property
     def ids(self) -> np.ndarray | None:
         chunk = np.arange(self.batch * self.num_chunks).reshape(self.batch, -1, 1)
-        ids = (np.arange(self.chunk_size, dtype=np.int32) + 5 * chunk) * 3 // self.chunk_size
+        ids = (np.arange(self.chunk_size, dtype=np.int32) + 5 * chunk) * 3 // self.chunk_size % 2
         return ids if self.has_documents else None
 
 

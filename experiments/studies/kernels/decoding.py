@@ -21,7 +21,7 @@ INPUTS = 3  # q and both caches
 
 
 class Case(NamedTuple):
-    """One call: row b is at `first_position` + 7 b. Windows count the query itself."""
+    """One call: row b is at `first_position` + `step` b. Windows count the query itself."""
 
     name: str
     batch: int
@@ -32,6 +32,7 @@ class Case(NamedTuple):
     student_window: int
     num_slots: int | None = None  # None: as many as the teacher's window
     first_position: int = 100_000  # far beyond any window
+    step: int = 7
     scale: float | None = None
     dtype: str = "bfloat16"
     rounds: int = 5
@@ -39,7 +40,7 @@ class Case(NamedTuple):
 
     @property
     def positions(self) -> Int[Array, " B"]:
-        return jnp.asarray(self.first_position + 7 * np.arange(self.batch, dtype=np.int32))
+        return jnp.asarray(self.first_position + self.step * np.arange(self.batch, dtype=np.int32))
 
     @property
     def windows(self) -> Windows:

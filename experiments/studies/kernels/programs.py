@@ -20,7 +20,7 @@ from ttcd_kernels.measure import Row
 type Program = tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]  # a function, its operands
 FAILED = "failed: "  # the note of an implementation that refused, or is wrong
 # Of the largest error of a result over its largest magnitude, by its dtype: some steps of it.
-BOUNDS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1.5e-3}
+BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2, "float16": 1.5e-3}
 # Errors of an implementation that does not take a shape: the others are still measured.
 _REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError, ExceptionGroup)
 

@@ -1,6 +1,8 @@
-"""Time of the Triton kernels by tile, each kernel alone: `python -m ttcd_kernels.tune`, the step
-`tiles` of experiments/studies/kernels. The fastest belong in the op's `tuning.py`."""
+"""Time of the Triton kernels by tile, each kernel alone, with its registers and spills: `python -m
+ttcd_kernels.tune`, the step `tiles` of experiments/studies/kernels. The fastest belong in the op's
+`tuning.py`."""
 
+import contextlib
 import itertools
 import math
 import operator
@@ -13,10 +15,11 @@ import jax.numpy as jnp
 from ttcd_kernels import launch, measure
 from ttcd_kernels.measure import Row, over
 
-from experiments.studies.kernels import cases, programs
+from experiments.studies.kernels import cases, machine_code, programs
 from experiments.studies.kernels.runner import Job
 
 TABLE = "the table's"
+COUNTS = ("registers", "spill_bytes")
 _KERNEL = operator.itemgetter("op", "case", "implementation")
 
 
@@ -44,16 +47,24 @@ def table_of(op: Any, case: Any) -> Any:
 
 
 def measured(job: Job) -> Row:
-    """The time of a tile, while no other process of this user times one."""
+    """The time of a tile, while no other process of this user times one, and what its machine code
+    takes of a thread."""
     op, case = cases.OPS[job.op], cases.case_of(job)
     best = getattr(table_of(op, case), job.implementation)
     tile = type(best)(*map(int, job.tile.split(",")))
+    from triton.errors import TritonError
+
     function, shapes = op.alone(case, job.implementation, tile)
     known, calls = programs.ready({job: function}, shapes)
-    with programs.turn():
-        seconds = measure.median_seconds(calls, case.rounds)
-    note = known[job][1] or TABLE * (tile == best)
-    return {"ms": over(seconds.get(job), measure.MILLISECOND), "note": note}
+    found: Row = dict.fromkeys(("ms", *COUNTS)) | {"note": known[job][1] or TABLE * (tile == best)}
+    if calls:
+        with programs.turn():
+            seconds = measure.median_seconds(calls, case.rounds)[job]
+        found |= {"ms": seconds / measure.MILLISECOND}
+        with contextlib.suppress(TritonError, OSError):  # a time without counts
+            (kernel,) = machine_code.compiled(function, shapes, launch.known_capability())
+            found |= {name: getattr(kernel, name) for name in COUNTS}
+    return found
 
 
 def ranked(rows: list[Row]) -> list[Row]:
@@ -62,13 +73,15 @@ def ranked(rows: list[Row]) -> list[Row]:
     return [
         dict(zip(("op", "case", "kernel"), _KERNEL(x), strict=True))
         | {"tile": x["tile"], "time ms": x.get("ms")}
-        | {"/ table": over(x.get("ms"), base.get(_KERNEL(x))), "note": x["note"]}
+        | {"/ table": over(x.get("ms"), base.get(_KERNEL(x)))}
+        | {name: x.get(name) for name in (*COUNTS, "note")}
         for x in sorted(rows, key=lambda x: (_KERNEL(x), x.get("ms") or math.inf))
     ]
 
 
-def advice(rows: list[Row]) -> list[str]:
+def advice(report: Row) -> list[str]:
     """What to change in the tables of tiles."""
+    rows = [row for row in report["rows"] if row["step"] == "tiles"]
     kernels = itertools.groupby(ranked(rows), operator.itemgetter("op", "case", "kernel"))
     return [
         f"{op}/tuning.py: {kernel} = Tile({best['tile']}) takes {best['/ table']:.2f} of the "

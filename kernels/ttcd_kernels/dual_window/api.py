@@ -9,12 +9,12 @@ from ttcd_kernels.dual_window import lse, mosaic_call, triton_call, xla
 from ttcd_kernels.windows import Ids, Keys, Queries, Results, check_operands, checked
 
 Implementation = Literal["auto", "triton", "mosaic", "lse", "xla"]
-# "auto" takes the first that can run and needs no check, or has had it.
+# "auto" takes the first that can run and needs no check, or has had it; nothing behind "xla".
 CANDIDATES = {
     "mosaic": Candidate(mosaic_call.dual_window, mosaic_call.unsupported, needs_check=True),
     "triton": Candidate(triton_call.dual_window, triton_call.unsupported, needs_check=True),
     "xla": Candidate(xla.dual_window),
-    "lse": Candidate(lse.dual_window, is_automatic=False),
+    "lse": Candidate(lse.dual_window),
 }
 
 

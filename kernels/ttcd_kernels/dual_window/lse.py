@@ -38,7 +38,6 @@ def dual_window(q: Queries, k: Keys, v: Keys, segment_ids: Ids | None, windows: 
     operands = q, k, v, segment_ids
     attend = choose("attention under one window", "auto", STOCK, *operands)
     pull = choose("the gradient of attention", "auto", _GRADIENTS, *operands)
-    windows = windows.within(k.shape[1])
     forward = functools.partial(_forward, attend, windows)
     return with_gradients(forward, functools.partial(pull, windows), *operands)
 

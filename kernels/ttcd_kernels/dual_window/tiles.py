@@ -71,10 +71,8 @@ def visits(
     # see a key of it and those that see all) start (stop) here.
     seen = clear = jnp.full_like(first, num_keys - 1 if by_key else 0)
     if rows is not None:
-        start = rows.start[:, last[0]]
         seen = rows.last_seeing[:, last[0]] if by_key else rows.first_seen[:, first[0]]
-        one = (rows.end[:, first[0]], -1) if by_key else (start, num_keys)
-        clear = jnp.where(start <= first, *one)
+        clear = rows.end[:, first[0]] if by_key else rows.start[:, last[0]]
     filled = -(-num_queries // block_q) * block_q  # rows of all tiles
     size = block_q if by_key else block_kv
 

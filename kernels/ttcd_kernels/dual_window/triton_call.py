@@ -25,20 +25,19 @@ def dual_window(q: Queries, k: Keys, v: Keys, segment_ids: Ids | None, windows: 
     """All four results of the call, for operands that are not `unsupported`; differentiable through
     all of them, deterministic. float32 operands are multiplied as three products in TF32, whose
     sum is within some 2^-21 of the product."""
-    forward = functools.partial(_launch_forward, *_static(windows, q, k))
-    backward = functools.partial(_launch_backward, *_static(windows, q, k))
+    forward = functools.partial(_launch_forward, windows, _tuning(q))
+    backward = functools.partial(_launch_backward, windows, _tuning(q))
     return by_kernels(forward, backward, q, k, v, segment_ids)
 
 
 def gradients(windows: Windows, *arrays: Any) -> QKV:
     """dq, dk, dv from the arrays of `cotangents.backward_operands`, whatever the forward was."""
-    backward = functools.partial(_launch_backward, *_static(windows, *arrays[:2]))
+    backward = functools.partial(_launch_backward, windows, _tuning(arrays[0]))
     return everywhere(backward, GRADIENTS, *arrays)
 
 
-def _static(windows: Windows, q: Operand, k: Operand) -> tuple[Windows, Tuning]:
-    tuning = tuning_for(launch.known_capability(q), q.shape[-1], q.dtype.itemsize)
-    return windows.within(k.shape[1]), tuning
+def _tuning(q: Operand) -> Tuning:
+    return tuning_for(launch.known_capability(q), q.shape[-1], q.dtype.itemsize)
 
 
 def _launch_forward(windows: Windows, tuning: Tuning, *operands: Any) -> Results:
