@@ -148,7 +148,7 @@ def test_a_parameter_may_swap_a_class_the_file_configured(load):
         ("\nTree.stepz = 1", "run.gin:2: Tree has no field 'stepz'; did you mean 'ste"),
         ("Zebra.x = 1", "'Zebra'; known are Attention, Copy, Memory, Plain, Recall, Rope, Tree"),
         ("Tree.data = @Coppy()", "class 'Coppy'; did you mean 'Copy'? (one of your own: --import="),
-        ("Tree.kind = 'x'", "run.gin:1: Tree has no field 'kind': annotate it there, under @data"),
+        ("Tree.kind = 'x'", "run.gin:1: Tree has no field 'kind': annotate it there"),
         ("Tree.data = @Copy", "run.gin:1: write @Copy(), with parentheses"),
         ("STEPS = 1\nTree.steps = %STEP", "run.gin:2: no macro %STEP is defined; did you mean"),
         ("STEPS = %STEPS", "run.gin:1: macro STEPS is never used: where a field that read it is"),

@@ -5,7 +5,6 @@ with `@register`. `ttcd evaluate`, training and the report iterate over `TASKS`.
 """
 
 import abc
-import dataclasses
 import hashlib
 import math
 import os
@@ -63,7 +62,6 @@ class Subject(NamedTuple):
         return {f"{self.name}, {MEMORY_ON}": self.model, f"{self.name}, {MEMORY_OFF}": without}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
     """An evaluation, which gives records of a model's answers to rows. Its fields are options;
     `batch_size`: rows, or prompts, read at once."""
@@ -208,7 +206,6 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
         return [row[cls.key] for row in table]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RowTask[Record: tuple[Any, ...]](Task[Arrays, Record]):
     """A task that measures the losses of at most `max_rows` rows [T], spread evenly over a
     source."""

@@ -41,7 +41,6 @@ from ttcd_jax.nn.row import Hidden, Piece, Row
 from ttcd_jax.nn.windows import KVCache
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamMemoryConfig(InPlaceSettings):
     """The settings of a memory of the stream. `eta` multiplies what is read.
 
@@ -76,7 +75,6 @@ class Caches(NamedTuple):
     student: KVCache
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamsConfig(DualWindowConfig):
     """Attention of both streams, of which `num_streams` come in: one before the first layer."""
 
@@ -114,14 +112,12 @@ class StreamsAttention(DualWindowAttention, config=StreamsConfig):
         return state.student
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamMemoryMLPConfig(InPlaceConfig):
     """An MLP whose features are the keys of a memory of the stream. `goes_on`: a later layer needs
     the teacher's stream."""
 
     reference_names: ClassVar[Names] = MLPConfig.reference_names | {"b_proj": ("rate", "same")}
 
-    mlp: MLPConfig
     memory: StreamMemoryConfig
     goes_on: bool
 

@@ -8,7 +8,6 @@ a scale and an offset per channel, SiLU, unit length per fast head, rotary in th
 layout. Published as "Test-Time Training Done Right" (Zhang et al. 2025), its language model form.
 """
 
-import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple
 
@@ -38,7 +37,6 @@ NORM_EPS = 1e-5
 RATE_SHIFT = 0.001 + math.log(-math.expm1(-0.001))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LaCTMemoryConfig(registry.Settings):
     """The settings of the method; the defaults are published, except `resets_at_document`
     (published: the memory leaks from document to document).
@@ -72,7 +70,6 @@ class LaCTMemoryConfig(registry.Settings):
         return self.replace(chunk_size=length)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LaCTConfig(SublayerConfig):
     """`attention` has width, heads, window, rotary embedding, initialization and precision;
     `memory` the settings of the fast weights."""

@@ -39,7 +39,6 @@ class Settings(Config):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Heads):
     """The sizes that all layers of a model share, and the settings of its method. `window` is the
     attention window of every layer with attention (the teacher's in layers with a student), None

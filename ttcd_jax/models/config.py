@@ -1,6 +1,5 @@
 """The configuration of a language model: the sizes of its layers, and the method of its memory."""
 
-import dataclasses
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
@@ -13,7 +12,6 @@ from ttcd_jax.nn.block import BlockConfig
 Remat = Literal["none", "block", "dots", "offload"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ModelConfig):
     """A language model: embedding of `vocab_size` ids, `num_layers` blocks by method, final norm,
     head (`has_tied_head`: the embedding's weights).

@@ -1,7 +1,6 @@
 """The residual stream: sub-layers, and the pre-norm block made of them."""
 
 import abc
-import dataclasses
 import itertools
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,7 +22,6 @@ Joined = Float[Array, "B T _"]
 Names = dict[str, tuple[str, str]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Dims(Config):
     """The sizes and dtypes that all layers of a model share: `dim`, the width of the residual
     stream; `norm_eps`, added to mean squares; `init_std` of drawn weights; `precision`."""
@@ -171,7 +169,6 @@ class Mixer(Sublayer):
         return self.forward(h, Row.of(h, positions, segment_ids))[0]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig(Config):
     """The sub-layers of a block, `mixer` (of tokens) and `mlp`, run in the order of `order`.
     `stops_teacher`: no gradient flows through the stream of a teacher."""

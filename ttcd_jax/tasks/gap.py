@@ -24,7 +24,6 @@ a linear map of z in the memory's place, fitted on other documents; another docu
 the memory of the first two thirds, frozen, in the last third alone.
 """
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -75,7 +74,6 @@ class LayerGap(NamedTuple):
     context: float  # both less regression
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowTask[Record: tuple[Any, ...]](Task[list[np.ndarray], Record]):
     """A student sees a window and `sinks` first tokens. It reads `length` tokens, from token
     `start` on, of the first `max_documents` documents of `text` (a file or folder; None: the run's
@@ -116,7 +114,6 @@ class WindowTask[Record: tuple[Any, ...]](Task[list[np.ndarray], Record]):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gap(WindowTask[LayerGap]):
     """What students of the `windows` miss in every one of `layers` (none given: all)."""
 
@@ -310,7 +307,6 @@ class Share(NamedTuple):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Stream(WindowTask[Share]):
     """The share of the headroom that a memory gives back, and its controls: between the model under
     `window` and under its own. The memory is in `layer` (None: at four fifths of the layers) and

@@ -12,7 +12,6 @@ its last good parameters and takes no further step; those of others do not chang
 Runs that do not fit into device memory together are trained in groups.
 """
 
-import dataclasses
 import functools
 import itertools
 import sys
@@ -56,7 +55,6 @@ _MIN_RATE = 1e-6
 _NUM_EVALUATIONS = 10
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MADSweepConfig(Config):
     """A sweep: every setting of `tasks` is trained with every method, and with all combinations of
     `rates`, `weight_decays` and `seeds` in one compiled program.

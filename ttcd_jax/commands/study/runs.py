@@ -1,7 +1,6 @@
 """The runs of a study, their training, in a process each, and their evaluations; its tables, its
 page, and the records of which `experiments.pages` draws tables."""
 
-import dataclasses
 import fnmatch
 import functools
 import itertools
@@ -107,7 +106,6 @@ def control(name: Control, run: RunConfig) -> tuple[str, ...]:
     return (*others, *(f"TransformerConfig.{field}={x!r}" for field, x in fields.items()))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StudyConfig(Config):
     """`recipes`: .gin files of runs that differ in their method alone, or (NAME, FILE, BINDING,
     ...), the first of which is the base of all differences; each is trained with all `seeds`, those
