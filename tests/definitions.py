@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from ttcd_kernels.windows import Windows
 
-from ttcd_jax.memory.newton_schulz import newton_schulz
+from ttcd_jax.nn.linear import newton_schulz
 
 
 def single_window(q, k, v, segment_ids, window: int, scale: float):

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from ttcd_jax.memory.chunks import from_chunks, to_chunks
 from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Axes
-from ttcd_jax.nn.product import product
+from ttcd_jax.nn.linear import product
 
 NORM_EPS = 1e-6
 State = Float[Array, "B N H X"]

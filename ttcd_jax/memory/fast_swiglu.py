@@ -23,10 +23,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from ttcd_jax.memory.newton_schulz import newton_schulz
 from ttcd_jax.memory.protocol import ChunkedMemory
-from ttcd_jax.nn.linear import length
-from ttcd_jax.nn.product import product
+from ttcd_jax.nn.linear import length, newton_schulz, product
 
 UNIT_EPS = 1e-5
 

@@ -28,9 +28,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from ttcd_jax.memory.chunks import MemoryMask, masked
-from ttcd_jax.memory.newton_schulz import newton_schulz
 from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Axes, ChunkedMemory, Chunks
-from ttcd_jax.nn.product import product
+from ttcd_jax.nn.linear import newton_schulz, product
 
 Sum = Float[Array, "B F D"]  # of delta_w, without eta
 Element = tuple[jax.Array, jax.Array]  # of `decayed_sum`

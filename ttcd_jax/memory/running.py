@@ -13,8 +13,7 @@ from ttcd_jax.memory.chunks import masked
 from ttcd_jax.memory.delta_rule import unit_lower_solve
 from ttcd_jax.memory.prefix import PrefixOptions, Sum, SumMemory, Writes, chunk_delta, decayed
 from ttcd_jax.memory.protocol import ChunkedMemory
-from ttcd_jax.nn.linear import length
-from ttcd_jax.nn.product import product
+from ttcd_jax.nn.linear import length, product
 
 Weight = Float[Array, "B F D"]  # the running weight of every row
 Group = tuple[Weight, Sum, Int[Array, " B"]]  # B_g, the group's sum of delta_w, chunks written

@@ -24,8 +24,7 @@ from ttcd_jax.memory.delta_rule import DeltaMemory, DeltaWrites, l2_normalize_in
 from ttcd_jax.memory.rows import over_rows
 from ttcd_jax.methods import registry
 from ttcd_jax.nn.block import BlockConfig, Dims, Mixer, Names, SublayerConfig
-from ttcd_jax.nn.linear import linear, normal_param, rms_norm
-from ttcd_jax.nn.product import product
+from ttcd_jax.nn.linear import linear, normal_param, product, rms_norm
 from ttcd_jax.nn.row import Hidden, Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.sharding import rules, sequence
 

@@ -30,8 +30,8 @@ from ttcd_jax.memory.rows import check_parts, over_rows
 from ttcd_jax.memory.running import CorrectingMemory, Views
 from ttcd_jax.methods.registry import Settings
 from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig, check_hidden
+from ttcd_jax.nn.linear import product, weight_product
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
-from ttcd_jax.nn.product import product, weight_product
 from ttcd_jax.nn.row import Control, Hidden, Part, Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.precision import Precision
 

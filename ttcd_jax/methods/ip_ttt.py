@@ -19,7 +19,7 @@ from ttcd_jax.memory.prefix import Writes
 from ttcd_jax.methods import registry
 from ttcd_jax.methods.in_place import ConvInit, InPlaceConfig, InPlaceMLP, PrefixSettings, ProjInit
 from ttcd_jax.nn.block import BlockConfig, Names
-from ttcd_jax.nn.product import weight_product
+from ttcd_jax.nn.linear import weight_product
 from ttcd_jax.nn.row import Hidden, Piece, Row
 
 

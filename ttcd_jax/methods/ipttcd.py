@@ -26,8 +26,7 @@ from ttcd_jax.memory.running import RenormalizedMemory, Views
 from ttcd_jax.methods import in_place, registry
 from ttcd_jax.nn.attention import DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.block import Block, BlockConfig, Names
-from ttcd_jax.nn.linear import normal_param
-from ttcd_jax.nn.product import weight_product
+from ttcd_jax.nn.linear import normal_param, weight_product
 from ttcd_jax.nn.row import Hidden
 from ttcd_jax.precision import Precision
 

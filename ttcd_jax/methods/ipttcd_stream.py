@@ -35,8 +35,8 @@ from ttcd_jax.methods import registry
 from ttcd_jax.methods.in_place import InPlaceConfig, InPlaceMLP, InPlaceSettings, InPlaceState
 from ttcd_jax.nn.attention import DualWindowAttention, DualWindowConfig, start_cache
 from ttcd_jax.nn.block import BlockConfig, Names, Views
+from ttcd_jax.nn.linear import product, weight_product
 from ttcd_jax.nn.mlp import MLPConfig
-from ttcd_jax.nn.product import product, weight_product
 from ttcd_jax.nn.row import Hidden, Piece, Row
 from ttcd_jax.nn.windows import KVCache
 

@@ -26,8 +26,7 @@ from ttcd_jax.memory.rows import check_parts, over_rows
 from ttcd_jax.methods import registry
 from ttcd_jax.nn.attention import QKV, AttentionConfig, sinks_of, start_cache
 from ttcd_jax.nn.block import BlockConfig, Dims, Mixer, Names, SublayerConfig
-from ttcd_jax.nn.linear import linear, normal_param, rms_norm
-from ttcd_jax.nn.product import product
+from ttcd_jax.nn.linear import linear, normal_param, product, rms_norm
 from ttcd_jax.nn.rope import rotate
 from ttcd_jax.nn.row import Hidden, Piece, Row
 from ttcd_jax.nn.windows import KVCache, Sinks, attend, attend_cached

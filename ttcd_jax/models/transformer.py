@@ -16,8 +16,7 @@ from ttcd_jax.axes import param
 from ttcd_jax.memory.distillation import Distillation
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.nn.block import Block, BlockConfig, Configured, MemoryStats, Report
-from ttcd_jax.nn.linear import normal_param, rms_norm
-from ttcd_jax.nn.product import PRODUCT
+from ttcd_jax.nn.linear import PRODUCT, normal_param, rms_norm
 from ttcd_jax.nn.row import Control, Hidden, Row, check_array
 from ttcd_jax.sharding import rules
 from ttcd_jax.sharding.rules import constrain, copied, gathered, is_distributed, take_copy
