@@ -134,3 +134,16 @@ def switched_off(config: TransformerConfig, length: int) -> TransformerConfig | 
     settings = config.settings
     off = None if settings is None else settings.switched_off(length)
     return None if off is None else config.replace(memory=off)
+
+
+def forward_flops(config: TransformerConfig, length: int) -> int | float:
+    """FLOPs of one forward pass over a row of `length` tokens, head included, from shapes
+    (`SublayerConfig.flops`): XLA counts the body of a scan once."""
+    blocks = sum(block.flops(length) for block in block_configs(config))
+    return blocks + 2 * length * config.dim * config.vocab_size
+
+
+def training_flops_per_token(config: TransformerConfig, length: int) -> int | float:
+    """FLOPs of the forward and the backward pass per token, for rows of `length` tokens: three
+    times the forward pass; recomputation is not counted."""
+    return 3 * forward_flops(config, length) / length

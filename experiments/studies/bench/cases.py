@@ -25,11 +25,15 @@ from ttcd_jax.inference.prefill import MemoryMode, even_size, prefill, read_piec
 from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.methods.in_place import InPlaceSettings
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
-from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
+from ttcd_jax.models.config import (
+    TransformerConfig,
+    forward_flops,
+    has_in_place_memory,
+    training_flops_per_token,
+)
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.build import Program, build_data
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.train.flops import forward_flops, training_flops_per_token
 from ttcd_jax.train.hardware import data_sheet, parse_topology
 from ttcd_jax.train.state import init_params, with_params
 
