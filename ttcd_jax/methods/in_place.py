@@ -29,7 +29,7 @@ from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.memory.rows import check_parts, over_rows
 from ttcd_jax.memory.running import CorrectingMemory, Views
 from ttcd_jax.methods.registry import Settings
-from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig, check_hidden
+from ttcd_jax.nn.block import MemoryStats, Names, SublayerConfig, check_hidden
 from ttcd_jax.nn.linear import product, weight_product
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
 from ttcd_jax.nn.row import Control, Hidden, Part, Piece, Row, after_tail, next_tail, zero_padding
@@ -153,10 +153,6 @@ class InPlaceConfig(SublayerConfig):
     }
     mlp: MLPConfig
     memory: InPlaceSettings
-
-    @property
-    def dims(self) -> Dims:
-        return self.mlp
 
     @property
     def chunk_size(self) -> int | None:

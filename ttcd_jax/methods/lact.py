@@ -25,7 +25,7 @@ from ttcd_jax.memory.pieces import OpenChunk, over_piece, start_pieces
 from ttcd_jax.memory.rows import check_parts, over_rows
 from ttcd_jax.methods import registry
 from ttcd_jax.nn.attention import QKV, AttentionConfig, sinks_of, start_cache
-from ttcd_jax.nn.block import BlockConfig, Dims, Mixer, Names, SublayerConfig
+from ttcd_jax.nn.block import BlockConfig, Mixer, Names, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param, product, rms_norm
 from ttcd_jax.nn.rope import rotate
 from ttcd_jax.nn.row import Hidden, Piece, Row
@@ -127,10 +127,6 @@ class LaCTConfig(SublayerConfig):
     def fast_hidden(self) -> int:
         """F of the memory."""
         return int(self.fast_width * self.memory.hidden_expansion)
-
-    @property
-    def dims(self) -> Dims:
-        return self.attention
 
     @property
     def chunk_size(self) -> int | None:

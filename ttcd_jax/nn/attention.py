@@ -227,10 +227,6 @@ class DualWindowConfig(SublayerConfig):
                 f"{teacher}: bind student_window, or its default holds, to the shorter one"
             )
 
-    @property
-    def dims(self) -> Dims:
-        return self.attention
-
     def flops(self, length: int) -> int | float:
         """The teacher's and one more output projection: the student's scores are among the
         teacher's."""

@@ -31,10 +31,6 @@ class Dims(Config):
     init_std: NonNegativeFloat = 0.02
     precision: Precision = Precision()
 
-    @property
-    def dims(self) -> "Dims":
-        return self
-
 
 class SublayerConfig(Config, abc.ABC):
     """The configuration of a layer on the residual stream, with its cost and reference names."""
@@ -50,9 +46,9 @@ class SublayerConfig(Config, abc.ABC):
     num_streams: ClassVar[Any] = 1
 
     @property
-    @abc.abstractmethod
     def dims(self) -> Dims:
-        """The sizes that the layer shares with its neighbors."""
+        """The sizes that the layer shares with its neighbors: its own, or those of its part."""
+        return next(x for x in (self, *vars(self).values()) if isinstance(x, Dims))
 
     @property
     def chunk_size(self) -> int | None:

@@ -41,7 +41,7 @@ from ttcd_jax.models.config import TransformerConfig, switched_off
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.precision import Precision
-from ttcd_jax.sharding.batch import replicated
+from ttcd_jax.sharding.rules import replicated
 from ttcd_jax.terminal import Progress
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
 from ttcd_jax.train.state import TrainState, state_of
