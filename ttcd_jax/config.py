@@ -15,7 +15,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from ttcd_jax.errors import UserError
 
@@ -184,10 +184,12 @@ class Config(_Frozen):
                 raise UserError(f"{name} {value} {problem}")
         self.validate()
 
+    registry: ClassVar[Any]  # of the classes that a field of a base can hold
+
     @classmethod
     def alternatives(cls) -> list[type["Config"]]:
-        """The classes that a field of this type can hold: this one alone unless overridden."""
-        return [cls]
+        """The classes that a field of this type can hold: this one alone, or those registered."""
+        return cls.registry.classes() if "registry" in vars(cls) else [cls]
 
     def overridden(self, values: dict[str, Any], bound: Collection[str]) -> Self:
         """This configuration with `values` for all fields, of which those `bound` override its own;

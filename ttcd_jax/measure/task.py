@@ -82,11 +82,6 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
 
     batch_size: Annotated[int, Bound("in 1 .. 65,536", lambda rows: 0 < rows <= 2**16)] = 16
 
-    @classmethod
-    def alternatives(cls) -> list[type[Config]]:
-        """A field of this type can hold every registered task."""
-        return TASKS.classes() if cls is Task else [cls]
-
     @abc.abstractmethod
     def rows(self, subject: Subject) -> Rows:
         """The cases, independent of the parameters: a list, or a tuple or dict of arrays
@@ -261,5 +256,5 @@ def row_scores(scorer: Scorer, rows: Arrays) -> Scores:
     return scores
 
 
-TASKS = Registry[type[Task]]("evaluation task", lambda task: task)
+TASKS = Registry[type[Task]]("evaluation task", lambda task: task, Task)
 find_task, register = TASKS.named, TASKS.add

@@ -69,10 +69,6 @@ Rates = tuple[tuple[str, configs.NonNegativeFloat], ...]
 class OptimizerSettings(configs.Config):
     """Base of the constants of optimizers, the type of `OptimizerConfig.settings`."""
 
-    @classmethod
-    def alternatives(cls) -> list[type[configs.Config]]:
-        return OPTIMIZERS.classes() if cls is OptimizerSettings else [cls]
-
 
 class MuonSettings(OptimizerSettings):
     """Constants of `train.muon`: its `momentum`, whether the step looks ahead along it
@@ -130,7 +126,7 @@ class Optimizer:
     settings: type[OptimizerSettings] | None = None
 
 
-OPTIMIZERS = Registry[Optimizer]("optimizer", lambda optimizer: optimizer.settings)
+OPTIMIZERS = Registry[Optimizer]("optimizer", lambda x: x.settings, OptimizerSettings)
 register = OPTIMIZERS.add
 
 
