@@ -17,13 +17,13 @@ read is two products, z W_base + eta * (z S), since rounding their sum to bfloat
 code does (`folds_state`), loses digits of S. All sums of delta_w are in `state_dtype`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
@@ -69,12 +69,12 @@ class Writes(NamedTuple):
     rate: Float[Array, "*rest"] | None = None  # of `running.CorrectingMemory` alone
 
 
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class SumMemory(ChunkedMemory[Writes, Sum]):
     """W_base and a sum, read by features z [B, C, L, F] and written by `Writes`."""
 
     w_base: Float[Array, "F D"]
-    options: PrefixOptions = dataclasses.field(metadata={"static": True})
+    options: PrefixOptions = struct.field(pytree_node=False)
 
     def start(self, batch_size: int) -> Sum:
         return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
@@ -84,8 +84,7 @@ class SumMemory(ChunkedMemory[Writes, Sum]):
         return _read(self, state[:, None], reads[:, None], None)[:, 0]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes], Element]):
     """The sum of delta_w as a memory."""
 

@@ -12,14 +12,13 @@ it goes on to the last, and each corrects what is left after those before it. Eq
 zero; a memory that is not read, or not written, leaves the windowed model.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, struct
 from jaxtyping import Array, Float
 from ttcd_kernels.normalize import l2_normalize
 
@@ -134,8 +133,7 @@ class StreamMemoryMLPConfig(InPlaceConfig):
         return (3 + 3 * self.has_teacher + 2) * self.mlp.unit_flops(length) + correction
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class StreamMemory(CorrectingMemory):
     """The delta rule, read by keys beside what it is added to, y + eta k S, with S that all earlier
     tokens wrote: those of its chunk too, whose writes solve the same system."""
