@@ -2,6 +2,7 @@
 the paper's eq. inplace_update_sw to the letter, at the price of a loop over chunks that no prefix
 sum replaces. Proposition 1 is about this layer."""
 
+import functools
 from typing import ClassVar
 
 from jaxtyping import Array, Float
@@ -9,8 +10,7 @@ from jaxtyping import Array, Float
 from ttcd_jax.memory.running import IdealMemory, Views
 from ttcd_jax.methods.in_place import InPlaceConfig, InPlaceMLP, InPlaceSettings
 from ttcd_jax.methods.ipttcd import dual_window_block
-from ttcd_jax.methods.registry import Method, ModelConfig, register
-from ttcd_jax.nn.block import BlockConfig
+from ttcd_jax.methods.registry import Method, register
 from ttcd_jax.nn.row import Hidden
 
 
@@ -50,8 +50,5 @@ class IdealMLP(InPlaceMLP[Views, Views], config=IdealConfig):
         return IdealMemory(self.w_base(), self.settings.eta, self.config.precision.state_dtype)
 
 
-def _block(config: ModelConfig, settings: IdealMemoryConfig) -> BlockConfig:
-    return dual_window_block(config, IdealConfig(mlp=config.mlp(), memory=settings))
-
-
-register(Method("ipttcd_ideal", "ideal IP-TTCD", _block, settings=IdealMemoryConfig))
+_BLOCK = functools.partial(dual_window_block, IdealConfig)
+register(Method("ipttcd_ideal", "ideal IP-TTCD", _BLOCK, settings=IdealMemoryConfig))

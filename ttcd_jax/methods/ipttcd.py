@@ -8,6 +8,7 @@ teacher with a long window and a student with a short one.
 x is the teacher's normed hidden state, t the student's; W_base is the down projection [F, D].
 """
 
+import functools
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -256,15 +257,11 @@ class IPTTCDBlock(Block):
 
 
 def dual_window_block(
-    config: registry.ModelConfig, mlp: in_place.InPlaceConfig
+    mlp: type[in_place.InPlaceConfig], config: registry.ModelConfig, settings: Any
 ) -> IPTTCDBlockConfig:
     """The block of this MLP, which reads teacher and student from attention under two windows."""
     mixer = DualWindowConfig(attention=config.attention(), student_window=config.student_window)
-    return IPTTCDBlockConfig(mixer=mixer, mlp=mlp)
-
-
-def _block(config: registry.ModelConfig, settings: MemoryConfig) -> BlockConfig:
-    return dual_window_block(config, IPTTCDConfig(mlp=config.mlp(), memory=settings))
+    return IPTTCDBlockConfig(mixer=mixer, mlp=mlp(mlp=config.mlp(), memory=settings))
 
 
 _CONV_INIT = {"zero": "zeros", "identity": "identity", "random": "normal"}
@@ -322,6 +319,7 @@ _KEYS = (
 _TYPES = ("ipttcdv9", "ipttcdv9_lowcopy", "ipttcdv8", "ipttcd")
 _FIXED = registry.ATTENTION_FIXED
 _REFERENCE = registry.Reference(_TYPES, _KEYS, _FIXED, _read, _write, has_switch=True)
+_BLOCK = functools.partial(dual_window_block, IPTTCDConfig)
 registry.register(
-    registry.Method("ipttcd", "IP-TTCD", _block, settings=MemoryConfig, reference=_REFERENCE)
+    registry.Method("ipttcd", "IP-TTCD", _BLOCK, settings=MemoryConfig, reference=_REFERENCE)
 )

@@ -1,4 +1,5 @@
-"""The only table from logical axes to mesh axes, for parameters and activations alike.
+"""The only table from logical axes to mesh axes, for parameters and activations alike, and what
+follows from it: shards, whole parameters, looked up rows, the batches of processes.
 
 Layers name their dimensions (`ttcd_jax.axes`); the table maps each name to the mesh axes that shard
 it. To shard a model differently, change the table.
