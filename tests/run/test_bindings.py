@@ -11,30 +11,25 @@ from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.run.bindings import find_gin_file, load_config, read_file, read_params
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope(Config):
     theta: float = 10_000.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention(Config):
     window: int | None = None
     rope: Rope
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plain(Config):
     mlp_dim: int = 8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory(Config):
     eta: float
     mode: Literal["fold", "add"] = "add"
     rope: Rope = Rope()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recall(Config):
     num_pairs: int = 4
     plain: Plain
@@ -44,12 +39,10 @@ class Recall(Config):
             raise DataError(f"Recall.num_pairs is {self.num_pairs}; it must be positive")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Copy(Config):
     length: int = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Tree(Config):
     kind = "tree"  # no field
     steps: Positive = 10
