@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from ttcd_kernels.windows import Windows
 
-from ttcd_jax.memory.newton_schulz import newton_schulz
+from ttcd_jax.nn.linear import newton_schulz
 from ttcd_jax.nn.rope import rotate
 
 

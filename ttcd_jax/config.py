@@ -1,9 +1,9 @@
 """Frozen configuration dataclasses: types and bounds checked at construction, lossless as JSON.
 
-gin and JSON check nothing, so every configuration class inherits `Config`: a field of the wrong
-type or outside its bounds, an unknown key or a missing one is a `UserError` that names the field. A
-bound is part of the field's annotation: `num_taps: Positive = 5`,
-`seq_len: Annotated[int, AtLeast(2)]`, `limit: Positive | None = None`.
+gin and JSON check nothing, so every configuration class inherits `Config`, which makes it a frozen
+dataclass of keywords: a field of the wrong type or outside its bounds, an unknown key or a missing
+one is a `UserError` that names the field. A bound is part of the field's annotation:
+`num_taps: Positive = 5`, `seq_len: Annotated[int, AtLeast(2)]`, `limit: Positive | None = None`.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from ttcd_jax.errors import UserError
 
@@ -129,16 +129,33 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
     return changes
 
 
+class _Frozen:
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+
+
+@typing.dataclass_transform(
+    kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,)
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(_Frozen):
     """Base of every configuration: fields are checked by type and bounds, then by `validate`."""
 
     def __init_subclass__(cls) -> None:
-        """The docstrings of bases with fields follow that of the class: `help` explains all."""
+        """Makes the class a dataclass, which a decorator may do again. The docstrings of bases with
+        fields follow that of the class: `help` explains all."""
         super().__init_subclass__()
         bases = (x for x in cls.__bases__ if issubclass(x, Config) and dataclasses.fields(x))
         texts = [inspect.cleandoc(x.__doc__ or "") for x in (cls, *bases)]
         cls.__doc__ = "\n\n".join(dict.fromkeys("\n\n".join(texts).split("\n\n")))
+        given = {name: x for name, x in vars(cls).items() if isinstance(x, dataclasses.Field)}
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        del cls.__setattr__, cls.__delattr__  # those of `_Frozen` are left
+        for name, field in given.items():
+            setattr(cls, name, field)
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
         """Raises `UserError` for a name that is not a field."""
@@ -167,10 +184,12 @@ class Config:
                 raise UserError(f"{name} {value} {problem}")
         self.validate()
 
+    registry: ClassVar[Any]  # of the classes that a field of a base can hold
+
     @classmethod
     def alternatives(cls) -> list[type["Config"]]:
-        """The classes that a field of this type can hold: this one alone unless overridden."""
-        return [cls]
+        """The classes that a field of this type can hold: this one alone, or those registered."""
+        return cls.registry.classes() if "registry" in vars(cls) else [cls]
 
     def overridden(self, values: dict[str, Any], bound: Collection[str]) -> Self:
         """This configuration with `values` for all fields, of which those `bound` override its own;

@@ -1,6 +1,5 @@
 """The dtypes of parameters, matrix products and running state."""
 
-import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ from ttcd_jax.config import Config
 FloatName = Literal["float64", "float32", "bfloat16", "float16"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision(Config):
     """The dtypes `param` of weights and optimizer moments, `compute` of the operands of products,
     `state` of their sums, of softmax statistics, log-sum-exps and sums of delta_w."""

@@ -21,13 +21,19 @@ IMPORTED_MODULES: list[str] = []  # by `import_modules`, stored in the runs of t
 
 class Registry[T](dict[str, T]):
     """The entries of one kind by name. `config` gives an entry's configuration class, if it has
-    one, which stored configurations know by the name of the class alone."""
+    one, which stored configurations know by the name of the class alone. A field of the type
+    `base` can hold any of them."""
 
     def __init__(
-        self, kind: str, config: Callable[[Any], type[Config] | None] = lambda entry: None
+        self,
+        kind: str,
+        config: Callable[[Any], type[Config] | None] = lambda entry: None,
+        base: type[Config] | None = None,
     ) -> None:
         super().__init__()
         self.kind, self.config = kind, config
+        if base is not None:
+            base.registry = self
 
     def add[E](self, entry: E, name: str = "") -> E:
         """Registers an entry under `name`, or its own. Raises `UserError` for no name, and for a

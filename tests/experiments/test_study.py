@@ -20,11 +20,11 @@ from ttcd_jax.data.corpus import CorpusConfig, load_documents
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import write_whole
 from ttcd_jax.measure.by_document import means_over_documents, means_over_seeds
+from ttcd_jax.models.config import training_flops_per_token
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.tasks.documents import PositionLoss
 from ttcd_jax.tasks.recall import Evidence
-from ttcd_jax.train.flops import training_flops_per_token
 
 TINY = [x for x in tiny_run.BINDINGS if not re.search("fast_layers|Memory|[.]window=", x)]
 INCLUDED = ("data/text_bytes.gin", "train/adamw_short.gin")

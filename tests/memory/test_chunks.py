@@ -7,7 +7,7 @@ import numpy as np
 from checks import draw
 
 from ttcd_jax.memory.distillation import Distillation, distances, summary
-from ttcd_jax.memory.newton_schulz import newton_schulz
+from ttcd_jax.nn.linear import newton_schulz
 
 
 def test_newton_schulz_of_nothing_is_nothing_with_a_finite_gradient():

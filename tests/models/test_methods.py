@@ -12,8 +12,7 @@ from tests.inference import test_reading
 from ttcd_jax import Block, Precision, Transformer, TransformerConfig
 from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.methods import METHODS
-from ttcd_jax.models.config import block_configs, switched_off
-from ttcd_jax.train.flops import forward_flops
+from ttcd_jax.models.config import block_configs, forward_flops, switched_off
 from ttcd_jax.train.loss import next_token_loss
 
 pytestmark = pytest.mark.usefixtures("float64")

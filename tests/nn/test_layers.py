@@ -11,8 +11,7 @@ from checks import assert_close, draw
 from ttcd_kernels.measure import temp_bytes
 
 from ttcd_jax import RopeConfig
-from ttcd_jax.nn.linear import rms_norm
-from ttcd_jax.nn.product import weight_product
+from ttcd_jax.nn.linear import rms_norm, weight_product
 from ttcd_jax.nn.rope import YarnConfig, pair_frequencies, rotate
 
 T, D = 10, 6

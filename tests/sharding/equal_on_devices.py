@@ -12,8 +12,8 @@ from small_models import CHUNK, config_of, outside_method
 from ttcd_jax import MemoryConfig, Transformer, TransformerConfig
 from ttcd_jax.methods.registry import register
 from ttcd_jax.models.config import layers_with_teacher
-from ttcd_jax.sharding.batch import Placement
 from ttcd_jax.sharding.mesh import AXES, MeshConfig, build_mesh
+from ttcd_jax.sharding.rules import Placement
 from ttcd_jax.train.loss import summed_loss
 from ttcd_jax.train.state import params_shardings, with_params
 

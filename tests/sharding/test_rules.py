@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from ttcd_jax.axes import LOGICAL_AXES
 from ttcd_jax.sharding import rules
-from ttcd_jax.sharding.batch import Placement
 from ttcd_jax.sharding.mesh import AXES, MeshConfig, build_mesh, num_nodes
+from ttcd_jax.sharding.rules import Placement
 
 
 @pytest.mark.parametrize(

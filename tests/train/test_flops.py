@@ -18,8 +18,8 @@ from ttcd_jax.methods.ideal import IdealMemoryConfig
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd_stream import StreamMemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
+from ttcd_jax.models.config import forward_flops, training_flops_per_token
 from ttcd_jax.nn.attention import visible_pairs
-from ttcd_jax.train.flops import forward_flops, training_flops_per_token
 from ttcd_jax.train.hardware import HARDWARE, data_sheet, parse_topology
 from ttcd_jax.train.state import abstract_model
 

@@ -19,6 +19,7 @@ from ttcd_jax.allocation import RESERVE_BYTES, SHARE, memory_share
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_json
 from ttcd_jax.inference.state import state_bytes
+from ttcd_jax.models.config import training_flops_per_token
 from ttcd_jax.run.build import Program, shard_bytes
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.described import compiled, described_devices, missing_compiler
@@ -28,7 +29,6 @@ from ttcd_jax.sharding.collectives import Collective, collectives
 from ttcd_jax.sharding.mesh import num_nodes
 from ttcd_jax.storage import user_cache
 from ttcd_jax.train import hardware as sheets
-from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import Hardware, data_sheet, device_bytes, parse_topology
 from ttcd_jax.train.state import num_params
 from ttcd_jax.units import size as size_text

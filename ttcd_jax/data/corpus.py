@@ -1,6 +1,5 @@
 """Training documents: the source of the Python standard library, or the user's files."""
 
-import dataclasses
 import functools
 import hashlib
 import platform
@@ -35,7 +34,6 @@ _BELOW = Bound(
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CorpusConfig(Config):
     """The documents, and which of them are held out for validation.
 

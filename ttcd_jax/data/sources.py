@@ -3,7 +3,6 @@ of training data make them, with a manifest that identifies the data (equal mani
 data), and open splits of text as token records."""
 
 import bisect
-import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -94,7 +93,6 @@ def _that_have[T](parts: Iterable[T], open_part: Callable[[T], list[TokenRecords
     return opened
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightedConfig(configs.Config):
     """Parts, mixed in rows of `seq_len` tokens.
 
@@ -136,7 +134,6 @@ class WeightedConfig(configs.Config):
         return MixedRows(rows, scaled), sum(sizes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordsConfig(WeightedConfig):
     """Folders of token records (`ttcd prepare`), which are its parts.
 
@@ -211,7 +208,6 @@ class RecordsConfig(WeightedConfig):
         return {"kind": "records", "sha256": [manifest["sha256"] for manifest in self.manifests()]}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig(configs.Config):
     """Documents of a `corpus`, encoded by `tokenizer` and packed into rows of `seq_len` tokens;
     with `packing` "best_fit", none is cut that fits into a row."""
@@ -244,7 +240,6 @@ class TextConfig(configs.Config):
         return rows, metadata
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtureConfig(WeightedConfig):
     """Corpora of text and folders of records as `parts`, of one tokenizer and one `seq_len`."""
 
@@ -296,7 +291,6 @@ class MixtureConfig(WeightedConfig):
         return rows, {"kind": "mixture", "num_rows": num_rows, "parts": manifests}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchesConfig(configs.Config):
     """Batches from the caller of `ttcd_jax.train_run`, rows of `seq_len` tokens."""
 

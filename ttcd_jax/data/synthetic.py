@@ -5,7 +5,6 @@ longer window sees it.
 """
 
 import abc
-import dataclasses
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -28,7 +27,6 @@ class Needles(NamedTuple):
     values: np.ndarray  # [B, P]: the answers
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticConfig(Config, abc.ABC):
     """Rows of `seq_len` tokens with facts of `fact_size`, a key and its value. Token ids:
     `num_keys` keys from 0 on, then `num_values` values, then what else a row has."""
@@ -98,7 +96,6 @@ class SyntheticRows:
         return fields | {"positions": places, "loss_mask": distance > 0}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RecallConfig(SyntheticConfig):
     """Rows `k v k v ...` of `num_slots` pairs: every slot draws a key, and within a row a key keeps
     its value, which is the target where the key comes again. The distance is counted back to the
@@ -129,7 +126,6 @@ class RecallConfig(SyntheticConfig):
         return np.stack([keys, values], axis=2).astype(np.int32).reshape(len(keys), -1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvidenceConfig(SyntheticConfig):
     """`num_facts` facts per row, `. . v . . . k .`, values `gap_min` .. `gap_max` tokens before
     their keys, then questions for all of them, in any order. At a key a window as long as a fact

@@ -1,7 +1,6 @@
 """Text <-> token ids: the bytes, or the vocabulary of a Hugging Face `tokenizer.json`."""
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -42,7 +41,6 @@ _QUOTE = "\udc00"  # in no text that is UTF-8
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Config):
     """The `kind` of a tokenizer: bytes, or the `tokenizer.json` at `path`, whose tokens that begin
     and end documents are `bos_id` and `eos_id`, by default those with the usual names. `stop_ids`

@@ -15,8 +15,8 @@ from ttcd_jax.inference.state import InferenceState, cache_slots
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memory_chunk
 from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.row import Cut, Hidden, Piece, check_array
-from ttcd_jax.sharding.rules import constrain, gathered
-from ttcd_jax.sharding.vocabulary import lookup
+from ttcd_jax.sharding.rules import constrain, gathered, lookup
+from ttcd_jax.train.loss import token_scores
 
 # "kept": the memory is written by prompts and by decoding. "published": as in the authors' code,
 # it is empty before every prompt, and off in decoding and in prompts shorter than a chunk.
@@ -39,9 +39,9 @@ def advance(
     keeps its state. `nn.row.Piece` says which pieces fit the chunks of memories, and what `halo`,
     `has_gap` and `is_plain` are. T = 1 fits any state and needs no halo.
     """
-    chunk_size, dtype = memory_chunk(model.config), model.config.precision.compute_dtype
+    chunk_size = memory_chunk(model.config)
     phase = None if chunk_size is None else (state.position - state.chunk_start) % chunk_size
-    h, layers = lookup(_whole(model, model.embedding).astype(dtype), tokens), []
+    h, layers = embedded(model, tokens), []
     cut = Cut(chunk_size, model.config.window)
     piece = Piece(state.position, lengths, phase, halo, has_gap, is_plain, h, cut)
     for graph, params, before in zip(model.blocks, model.layers, state.layers, strict=True):
@@ -49,7 +49,7 @@ def advance(
         h, after = nnx.merge(graph, params).extend(h, piece, before)
         h = constrain(h, "batch", "length", None)
         layers.append(after)
-    hidden = rms_norm(h, _whole(model, model.final_norm), model.config.norm_eps)
+    hidden = _normed(model, h)
     state = state._replace(position=state.position + lengths, layers=tuple(layers))
     return hidden, state
 
@@ -69,6 +69,23 @@ def head_logits(
 
 def head_weight(model: InferenceModel) -> Float[Array, "V D"]:
     return _whole(model, model.head)
+
+
+@jax.jit
+def embedded(model: InferenceModel, tokens: Int[Array, "B T"]) -> Hidden:
+    """The residual stream before all blocks."""
+    table = _whole(model, model.embedding)
+    return lookup(table.astype(model.config.precision.compute_dtype), tokens)
+
+
+@jax.jit
+def nats(model: InferenceModel, h: Hidden, targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """The losses of targets, from the residual stream after all blocks."""
+    return token_scores(_normed(model, h), head_weight(model), targets)[0]
+
+
+def _normed(model: InferenceModel, h: Hidden) -> Hidden:
+    return rms_norm(h, _whole(model, model.final_norm), model.config.norm_eps)
 
 
 def _whole(model: InferenceModel, weight: nnx.Variable) -> jax.Array:

@@ -3,16 +3,14 @@
 import dataclasses
 from typing import Any
 
-import jax
-from flax import nnx
+from flax import nnx, struct
 
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer, layer_slots
 from ttcd_jax.sharding.rules import rounded
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class InferenceModel:
     """A pytree of arrays, unstacked, so that decoding a token copies no layer's parameters."""
 
@@ -20,8 +18,8 @@ class InferenceModel:
     layers: tuple[Any, ...]  # the parameters of each block
     final_norm: nnx.Param
     head: nnx.Param
-    config: TransformerConfig = dataclasses.field(metadata={"static": True})
-    blocks: tuple[nnx.GraphDef, ...] = dataclasses.field(metadata={"static": True})
+    config: TransformerConfig = struct.field(pytree_node=False)
+    blocks: tuple[nnx.GraphDef, ...] = struct.field(pytree_node=False)
 
     @property
     def modules(self) -> list[Any]:

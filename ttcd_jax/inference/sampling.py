@@ -19,7 +19,6 @@ from ttcd_jax.config import Bound, Config, Fraction, NonNegativeFloat, PositiveF
 _ALL_TOKENS = np.iinfo(np.int32).max  # top_k of a row without one
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Config):
     """The settings of one text; the defaults are greedy.
 

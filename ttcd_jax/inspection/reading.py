@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.inference.decode import head_weight
+from ttcd_jax.inference.decode import embedded, nats
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.memory.prefix import PrefixMemory, SumMemory
 from ttcd_jax.memory.running import CorrectingMemory
@@ -25,10 +25,8 @@ from ttcd_jax.methods.in_place import Operands
 from ttcd_jax.methods.ipttcd_stream import StreamMemoryConfig
 from ttcd_jax.methods.registry import method_named
 from ttcd_jax.models.config import has_in_place_memory, memory_chunk, switched_off
-from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.row import Control, Part, Row
 from ttcd_jax.train import layers_on_disk as disk
-from ttcd_jax.train.loss import token_scores
 
 PART = 1024  # tokens, or a longer chunk
 
@@ -79,11 +77,11 @@ def read_row(
     assert chunk is not None
     size, length = chunk * max(1, PART // chunk), tokens.shape[1]
     parts = [np.s_[:, i : i + size] for i in range(0, length, size)]
-    embedded = _embedded(model, jnp.asarray(tokens))
+    start = embedded(model, jnp.asarray(tokens))
     ids = None if segments is None else jnp.tile(segments, (len(tokens), 1))
-    row = Row.of(embedded, None, ids, embedded)
+    row = Row.of(start, None, ids, start)
     cuts = [jax.tree.map(lambda x, cut=cut: x[cut], row) for cut in parts]
-    streams, found = (embedded, None), {}
+    streams, found = (start, None), {}
     for layer, block in enumerate(model.modules):
         streams, _ = _step(block, "mixer", None, streams, row)
         part, after = Part(), []
@@ -100,27 +98,16 @@ def read_row(
                     found.setdefault(layer, []).append(jax.device_get(kept))
         streams = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *after)
     targets = jnp.asarray(np.roll(tokens[:1], -1, axis=1))
-    losses = [np.asarray(_nats(model, streams[0][:1][cut], targets[cut])) for cut in parts]
+    losses = [np.asarray(nats(model, streams[0][:1][cut], targets[cut])[0]) for cut in parts]
     begins = np.arange(length) == 0
     if segments is not None:
         begins[1:] = segments[1:] != segments[:-1]
     return np.where(begins, np.nan, np.roll(np.concatenate(losses).astype(float), 1)), found
 
 
-@jax.jit
-def _embedded(model: InferenceModel, tokens: jax.Array) -> jax.Array:
-    return model.embedding[...].astype(model.config.precision.compute_dtype)[tokens]
-
-
 @functools.partial(nnx.jit, static_argnums=(1, 2))
 def _step(block: Any, name: str, control: Control | None, streams: Any, row: Row) -> Any:
     return block.step(name, streams, row._replace(control=control))
-
-
-@jax.jit
-def _nats(model: InferenceModel, h: Array, targets: Array) -> Array:
-    hidden = rms_norm(h, model.final_norm[...], model.config.norm_eps)
-    return token_scores(hidden, head_weight(model), targets)[0][0]
 
 
 def with_stream_memory(

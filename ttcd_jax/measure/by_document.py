@@ -285,7 +285,6 @@ def cells(names: list[Any], means: Means, *, has_ends: bool = False) -> dict[Any
     return result
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
     """Losses on documents without special tokens: those of `text`, a file or folder; None: the
     run's held-out text. `manifest`: exactly those of another evaluation, its documents.npz, to

@@ -178,7 +178,8 @@ def plot_lines(
             (line,) = axes.plot(x, heights, markersize=4.5, linewidth=1.6, label=name, **style)
             line.set_gid(f"titled-{len(titles)}")
             shown = [(a, b) for a, b in zip(x, heights, strict=True) if math.isfinite(b)]
-            titles[line.get_gid()] = name, [f"{name}\n{_x(a)}: {b:.4g}" for a, b in shown]
+            at = [(f"{a:,}" if isinstance(a, int) else str(a), b) for a, b in shown]
+            titles[line.get_gid()] = name, [f"{name}\n{a}: {b:.4g}" for a, b in at]
             if shown:
                 ends[name] = shown[-1][1], look.colour
             if bands and name in bands:
@@ -301,10 +302,6 @@ def _save_picture(
             figure.set_figheight(figure.get_figheight() + 0.2 * (lines - 1))
 
     save_figure(path, fill, size=SIZE, titles=titles)
-
-
-def _x(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def save_figure(

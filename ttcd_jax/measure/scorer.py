@@ -34,7 +34,7 @@ from ttcd_jax.models.config import TransformerConfig, memory_chunk
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.row import Control
 from ttcd_jax.sharding import rules
-from ttcd_jax.sharding.batch import Placement
+from ttcd_jax.sharding.rules import Placement
 from ttcd_jax.terminal import Progress
 from ttcd_jax.tokens import check_tokens
 from ttcd_jax.train.hardware import device_bytes

@@ -5,7 +5,6 @@ with `@register`. `ttcd evaluate`, training and the report iterate over `TASKS`.
 """
 
 import abc
-import dataclasses
 import hashlib
 import math
 import os
@@ -63,7 +62,6 @@ class Subject(NamedTuple):
         return {f"{self.name}, {MEMORY_ON}": self.model, f"{self.name}, {MEMORY_OFF}": without}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
     """An evaluation, which gives records of a model's answers to rows. Its fields are options;
     `batch_size`: rows, or prompts, read at once."""
@@ -83,11 +81,6 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
     has_variants: ClassVar[bool] = True  # with the memory on and off; else the model as it is
 
     batch_size: Annotated[int, Bound("in 1 .. 65,536", lambda rows: 0 < rows <= 2**16)] = 16
-
-    @classmethod
-    def alternatives(cls) -> list[type[Config]]:
-        """A field of this type can hold every registered task."""
-        return TASKS.classes() if cls is Task else [cls]
 
     @abc.abstractmethod
     def rows(self, subject: Subject) -> Rows:
@@ -208,7 +201,6 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
         return [row[cls.key] for row in table]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RowTask[Record: tuple[Any, ...]](Task[Arrays, Record]):
     """A task that measures the losses of at most `max_rows` rows [T], spread evenly over a
     source."""
@@ -264,5 +256,5 @@ def row_scores(scorer: Scorer, rows: Arrays) -> Scores:
     return scores
 
 
-TASKS = Registry[type[Task]]("evaluation task", lambda task: task)
+TASKS = Registry[type[Task]]("evaluation task", lambda task: task, Task)
 find_task, register = TASKS.named, TASKS.add

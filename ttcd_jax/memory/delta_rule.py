@@ -16,18 +16,18 @@ Documents need no masks: the first token of a document forgets everything. The s
 is that of its first document, the one after it that of its last.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.memory.chunks import from_chunks, to_chunks
 from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Axes
-from ttcd_jax.nn.product import product
+from ttcd_jax.nn.linear import product
 
 NORM_EPS = 1e-6
 State = Float[Array, "B N H X"]
@@ -74,8 +74,7 @@ class Transition(NamedTuple):
     adds: Float[Array, "B N H X"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class DeltaMemory(AssociativeMemory[DeltaWrites, State, Solved, Transition]):
     """The delta rule as a memory: its state is S [B, N, H, X], read by q [B, T, N, H], written by
     `DeltaWrites`; a token reads its own write. `chunk_size` changes the speed, not the result.
@@ -84,8 +83,8 @@ class DeltaMemory(AssociativeMemory[DeltaWrites, State, Solved, Transition]):
     triangular solve do. The backward keeps one state per chunk and recomputes the rest.
     """
 
-    chunk_size: int = dataclasses.field(metadata={"static": True})
-    state_dtype: DTypeLike = dataclasses.field(metadata={"static": True})
+    chunk_size: int = struct.field(pytree_node=False)
+    state_dtype: DTypeLike = struct.field(pytree_node=False)
 
     def axes(self) -> Axes:
         heads = (*ROWS, "heads")

@@ -15,18 +15,16 @@ the whole chain of updates, the column norms and the start. One update per chunk
 backward, which keeps one set of matrices per chunk and the activations of one chunk.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from ttcd_jax.memory.newton_schulz import newton_schulz
 from ttcd_jax.memory.protocol import ChunkedMemory
-from ttcd_jax.nn.linear import length
-from ttcd_jax.nn.product import product
+from ttcd_jax.nn.linear import length, newton_schulz, product
 
 UNIT_EPS = 1e-5
 
@@ -61,18 +59,17 @@ def unit(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
     return x / (length(x, axis) + UNIT_EPS)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class FastSwiGLU(ChunkedMemory[FastWrites, FastState]):
     """The memory that starts at `weights` (no batch axis): read by q [B, L, N, H], written by
     `FastWrites`. A document begins with `weights`, and with a momentum of zero. `orthogonalizes`:
     Newton-Schulz on every update; `keeps_raw`: updates add to weights that only reads normalize."""
 
     weights: FastWeights
-    orthogonalizes: bool = dataclasses.field(default=False, metadata={"static": True})
-    keeps_raw: bool = dataclasses.field(default=False, metadata={"static": True})
-    has_momentum: bool = dataclasses.field(default=True, metadata={"static": True})
-    state_dtype: DTypeLike = dataclasses.field(default=jnp.float32, metadata={"static": True})
+    orthogonalizes: bool = struct.field(pytree_node=False, default=False)
+    keeps_raw: bool = struct.field(pytree_node=False, default=False)
+    has_momentum: bool = struct.field(pytree_node=False, default=True)
+    state_dtype: DTypeLike = struct.field(pytree_node=False, default=jnp.float32)
 
     def start(self, batch_size: int) -> FastState:
         dtype = self.state_dtype

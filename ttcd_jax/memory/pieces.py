@@ -6,12 +6,12 @@ its low-rank form) until the token that fills it triggers the write, by the func
 single token touches one slot of the open chunk.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from ttcd_jax.memory.chunks import MemoryMask, from_chunks, to_chunks
@@ -20,8 +20,7 @@ from ttcd_jax.nn.row import Piece, scatter_from, where_rows
 from ttcd_jax.sharding.rules import Names, is_distributed
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class OpenChunk[Writes, State]:
     """A memory in the middle of a row."""
 

@@ -17,20 +17,19 @@ read is two products, z W_base + eta * (z S), since rounding their sum to bfloat
 code does (`folds_state`), loses digits of S. All sums of delta_w are in `state_dtype`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from ttcd_jax.memory.chunks import MemoryMask, masked
-from ttcd_jax.memory.newton_schulz import newton_schulz
 from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Axes, ChunkedMemory, Chunks
-from ttcd_jax.nn.product import product
+from ttcd_jax.nn.linear import newton_schulz, product
 
 Sum = Float[Array, "B F D"]  # of delta_w, without eta
 Element = tuple[jax.Array, jax.Array]  # of `decayed_sum`
@@ -70,12 +69,12 @@ class Writes(NamedTuple):
     rate: Float[Array, "*rest"] | None = None  # of `running.CorrectingMemory` alone
 
 
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class SumMemory(ChunkedMemory[Writes, Sum]):
     """W_base and a sum, read by features z [B, C, L, F] and written by `Writes`."""
 
     w_base: Float[Array, "F D"]
-    options: PrefixOptions = dataclasses.field(metadata={"static": True})
+    options: PrefixOptions = struct.field(pytree_node=False)
 
     def start(self, batch_size: int) -> Sum:
         return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
@@ -85,8 +84,7 @@ class SumMemory(ChunkedMemory[Writes, Sum]):
         return _read(self, state[:, None], reads[:, None], None)[:, 0]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes], Element]):
     """The sum of delta_w as a memory."""
 

@@ -6,11 +6,11 @@ A memory is one object, a pytree whose arrays are parameters. Three drivers run 
 """
 
 import abc
-import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from ttcd_jax.memory.chunks import MemoryMask, memory_mask
@@ -92,8 +92,7 @@ class AssociativeMemory[Writes, State, Prepared, Summary](Memory[Writes, State, 
         """The state after the summarized tokens when they are the first of a row."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Chunks[Writes]:
     """Operands of reads and writes by chunk, [B, C, L, ...], their mask, and the documents."""
 

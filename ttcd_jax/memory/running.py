@@ -1,10 +1,9 @@
 """Memories that are not a prefix sum: the update of a chunk, or its scale, depends on the running
 weight."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 from ttcd_kernels.normalize import NORM_EPS
@@ -13,16 +12,14 @@ from ttcd_jax.memory.chunks import masked
 from ttcd_jax.memory.delta_rule import unit_lower_solve
 from ttcd_jax.memory.prefix import PrefixOptions, Sum, SumMemory, Writes, chunk_delta, decayed
 from ttcd_jax.memory.protocol import ChunkedMemory
-from ttcd_jax.nn.linear import length
-from ttcd_jax.nn.product import product
+from ttcd_jax.nn.linear import length, product
 
 Weight = Float[Array, "B F D"]  # the running weight of every row
 Group = tuple[Weight, Sum, Int[Array, " B"]]  # B_g, the group's sum of delta_w, chunks written
 Views = tuple[Float[Array, "*rest F"], Float[Array, "*rest F"]]  # z_teacher, z_student
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class IdealMemory(ChunkedMemory[Views, Weight]):
     """Gradient descent on the distillation loss, one update per chunk: the paper's eq.
     inplace_update_sw, in [F, D] layout. With L_CD(W), the mean over a chunk of |stopgrad(z_teacher
@@ -36,8 +33,8 @@ class IdealMemory(ChunkedMemory[Views, Weight]):
     """
 
     w_base: Float[Array, "F D"]
-    eta: float = dataclasses.field(metadata={"static": True})
-    state_dtype: DTypeLike = dataclasses.field(metadata={"static": True})
+    eta: float = struct.field(pytree_node=False)
+    state_dtype: DTypeLike = struct.field(pytree_node=False)
 
     def start(self, batch_size: int) -> Weight:
         base = self.w_base.astype(self.state_dtype)
@@ -64,8 +61,7 @@ class IdealMemory(ChunkedMemory[Views, Weight]):
         return _squared_change(state, self.w_base, self.eta)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class CorrectingMemory(SumMemory):
     """The memory of a `PrefixMemory` with error correction, the delta rule (Schlag et al., 2021): a
     token writes its error less the memory's answer to its key,
@@ -92,8 +88,7 @@ class CorrectingMemory(SumMemory):
         return state + product("BLF,BLD->BFD", keys, u.astype(keys.dtype), wide)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class RenormalizedMemory(ChunkedMemory[Writes, Group]):
     """The memory whose Frobenius norm is held at that of W_base.
 
@@ -104,8 +99,8 @@ class RenormalizedMemory(ChunkedMemory[Writes, Group]):
     """
 
     w_base: Float[Array, "F D"]
-    options: PrefixOptions = dataclasses.field(metadata={"static": True})
-    group_chunks: int = dataclasses.field(metadata={"static": True})
+    options: PrefixOptions = struct.field(pytree_node=False)
+    group_chunks: int = struct.field(pytree_node=False)
 
     def start(self, batch_size: int) -> Group:
         base = self.w_base.astype(self.options.state_dtype)

@@ -7,7 +7,6 @@
 the paper's hybrid baseline puts after attention.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -25,8 +24,7 @@ from ttcd_jax.memory.delta_rule import DeltaMemory, DeltaWrites, l2_normalize_in
 from ttcd_jax.memory.rows import over_rows
 from ttcd_jax.methods import registry
 from ttcd_jax.nn.block import BlockConfig, Dims, Mixer, Names, SublayerConfig
-from ttcd_jax.nn.linear import linear, normal_param, rms_norm
-from ttcd_jax.nn.product import product
+from ttcd_jax.nn.linear import linear, normal_param, product, rms_norm
 from ttcd_jax.nn.row import Hidden, Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.sharding import rules, sequence
 
@@ -34,7 +32,6 @@ from ttcd_jax.sharding import rules, sequence
 Channels = tuple[jax.Array, jax.Array, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaRuleConfig(registry.Settings):
     """The settings of the method. `num_taps` of its convolutions, which begin as `conv_init`:
     "previous" starts keys as the queries of the token before. `value_expansion`: channels of a
@@ -46,7 +43,6 @@ class DeltaRuleConfig(registry.Settings):
     chunk_size: Positive = 64
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaSublayerConfig(Dims, SublayerConfig):
     """`num_heads` memories whose queries and keys have `head_dim` columns, written by `rule`. The
     bare sub-layer has neither taps nor a norm."""
@@ -93,7 +89,6 @@ class DeltaSublayerConfig(Dims, SublayerConfig):
         return projections + inside + state
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaNetConfig(DeltaSublayerConfig):
     """The sub-layer with convolutions and a norm."""
 
@@ -258,7 +253,6 @@ def _convolved_rows(
     return rules.sharded(on_shard, inputs, names)(x, taps, segment_ids)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class HybridBlockConfig(BlockConfig):
     """Attention, a delta rule after it, SwiGLU."""
 

@@ -6,7 +6,6 @@
 (Yang et al., "Gated delta networks: improving Mamba2 with delta rule").
 """
 
-import dataclasses
 import functools
 from typing import Any, ClassVar
 
@@ -24,7 +23,6 @@ from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.row import Hidden
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedDeltaNetConfig(delta_net.DeltaNetConfig):
     """The fields of DeltaNet; the gates have no switches."""
 

@@ -2,7 +2,7 @@
 the paper's eq. inplace_update_sw to the letter, at the price of a loop over chunks that no prefix
 sum replaces. Proposition 1 is about this layer."""
 
-import dataclasses
+import functools
 from typing import ClassVar
 
 from jaxtyping import Array, Float
@@ -10,13 +10,10 @@ from jaxtyping import Array, Float
 from ttcd_jax.memory.running import IdealMemory, Views
 from ttcd_jax.methods.in_place import InPlaceConfig, InPlaceMLP, InPlaceSettings
 from ttcd_jax.methods.ipttcd import dual_window_block
-from ttcd_jax.methods.registry import Method, ModelConfig, register
-from ttcd_jax.nn.block import BlockConfig
-from ttcd_jax.nn.mlp import MLPConfig
+from ttcd_jax.methods.registry import Method, register
 from ttcd_jax.nn.row import Hidden
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class IdealMemoryConfig(InPlaceSettings):
     """`eta` multiplies the mean over a chunk: eta / chunk_size per token, where `MemoryConfig.eta`
     multiplies the sum."""
@@ -24,12 +21,10 @@ class IdealMemoryConfig(InPlaceSettings):
     stores_keys: ClassVar[bool] = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class IdealConfig(InPlaceConfig):
     """An MLP with the ideal memory in its down projection."""
 
     has_teacher: ClassVar[bool] = True
-    mlp: MLPConfig
     memory: IdealMemoryConfig = IdealMemoryConfig()
 
     def flops(self, length: int) -> int | float:
@@ -55,8 +50,5 @@ class IdealMLP(InPlaceMLP[Views, Views], config=IdealConfig):
         return IdealMemory(self.w_base(), self.settings.eta, self.config.precision.state_dtype)
 
 
-def _block(config: ModelConfig, settings: IdealMemoryConfig) -> BlockConfig:
-    return dual_window_block(config, IdealConfig(mlp=config.mlp(), memory=settings))
-
-
-register(Method("ipttcd_ideal", "ideal IP-TTCD", _block, settings=IdealMemoryConfig))
+_BLOCK = functools.partial(dual_window_block, IdealConfig)
+register(Method("ipttcd_ideal", "ideal IP-TTCD", _BLOCK, settings=IdealMemoryConfig))

@@ -1,6 +1,5 @@
 """Base of the MLPs that write into their own down projection: settings, rows, pieces."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, cast
@@ -30,9 +29,9 @@ from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.memory.rows import check_parts, over_rows
 from ttcd_jax.memory.running import CorrectingMemory, Views
 from ttcd_jax.methods.registry import Settings
-from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig, check_hidden
+from ttcd_jax.nn.block import MemoryStats, Names, SublayerConfig, check_hidden
+from ttcd_jax.nn.linear import product, weight_product
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
-from ttcd_jax.nn.product import product, weight_product
 from ttcd_jax.nn.row import Control, Hidden, Part, Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.precision import Precision
 
@@ -41,7 +40,6 @@ ConvInit = Literal["zeros", "identity", "previous", "normal"]
 ProjInit = Literal["identity", "gaussian_diagonal", "zeros", "normal"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class InPlaceSettings(Settings):
     """A memory in the down projection: a chunk of `chunk_size` tokens reads the writes of the
     chunks before it, at rate `eta`. `resets_at_document` False: the memory leaks from document to
@@ -75,7 +73,6 @@ class InPlaceSettings(Settings):
     is_linear_in_proj: ClassVar[Any] = False  # whether P times a number is eta times that number
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixSettings(InPlaceSettings):
     """A memory that is a prefix sum: chunk i reads W_base + eta * (the writes of chunks before i).
 
@@ -145,7 +142,7 @@ class PrefixSettings(InPlaceSettings):
 
 
 class InPlaceConfig(SublayerConfig):
-    """An MLP with a memory in its down projection; subclasses have `mlp` and `memory`."""
+    """An `mlp` with a `memory` in its down projection."""
 
     is_in_place: ClassVar[bool] = True
     reference_names: ClassVar[Names] = MLPConfig.reference_names | {
@@ -156,10 +153,6 @@ class InPlaceConfig(SublayerConfig):
     }
     mlp: MLPConfig
     memory: InPlaceSettings
-
-    @property
-    def dims(self) -> Dims:
-        return self.mlp
 
     @property
     def chunk_size(self) -> int | None:

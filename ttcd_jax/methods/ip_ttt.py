@@ -8,7 +8,6 @@ no error, no token rate and, without `corrects_errors`, no key norm. A symmetric
 stays causal, because only later chunks read; a symmetric activation convolution would not be.
 """
 
-import dataclasses
 from typing import ClassVar, Literal
 
 from flax import nnx
@@ -20,12 +19,10 @@ from ttcd_jax.memory.prefix import Writes
 from ttcd_jax.methods import registry
 from ttcd_jax.methods.in_place import ConvInit, InPlaceConfig, InPlaceMLP, PrefixSettings, ProjInit
 from ttcd_jax.nn.block import BlockConfig, Names
-from ttcd_jax.nn.mlp import MLPConfig
-from ttcd_jax.nn.product import weight_product
+from ttcd_jax.nn.linear import weight_product
 from ttcd_jax.nn.row import Hidden, Piece, Row
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetMemoryConfig(PrefixSettings):
     """The settings of IP-TTT. The defaults are the published ones.
 
@@ -43,7 +40,6 @@ class TargetMemoryConfig(PrefixSettings):
     proj_init: ProjInit = "gaussian_diagonal"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class IPTTTConfig(InPlaceConfig):
     """An MLP that stores targets in its down projection."""
 
@@ -52,7 +48,6 @@ class IPTTTConfig(InPlaceConfig):
         "ttt_activation_conv.weight": ("activation_conv", "conv"),
     }
 
-    mlp: MLPConfig
     memory: TargetMemoryConfig = TargetMemoryConfig()
 
     def flops(self, length: int) -> int | float:

@@ -8,7 +8,7 @@ teacher with a long window and a student with a short one.
 x is the teacher's normed hidden state, t the student's; W_base is the down projection [F, D].
 """
 
-import dataclasses
+import functools
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -27,14 +27,11 @@ from ttcd_jax.memory.running import RenormalizedMemory, Views
 from ttcd_jax.methods import in_place, registry
 from ttcd_jax.nn.attention import DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.block import Block, BlockConfig, Names
-from ttcd_jax.nn.linear import normal_param
-from ttcd_jax.nn.mlp import MLPConfig
-from ttcd_jax.nn.product import weight_product
+from ttcd_jax.nn.linear import normal_param, weight_product
 from ttcd_jax.nn.row import Hidden
 from ttcd_jax.precision import Precision
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryConfig(in_place.PrefixSettings):
     """The settings of IP-TTCD. The defaults are the paper's from-scratch recipe, whose teacher
     convolution, through which the model reads, begins at zero. Continued training starts exactly at
@@ -113,7 +110,6 @@ class MemoryConfig(in_place.PrefixSettings):
         return super().options(precision)._replace(orthogonalizes=self.orthogonalizes_updates)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class IPTTCDConfig(in_place.InPlaceConfig):
     """An MLP with a memory in its down projection."""
 
@@ -124,7 +120,6 @@ class IPTTCDConfig(in_place.InPlaceConfig):
     }
     has_teacher: ClassVar[bool] = True
 
-    mlp: MLPConfig
     memory: MemoryConfig = MemoryConfig()
 
     def flops(self, length: int) -> int | float:
@@ -245,7 +240,6 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
         return RenormalizedMemory(self.w_base(), options, group)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class IPTTCDBlockConfig(BlockConfig):
     """`mixer`: attention under two windows; `mlp`: one that learns from their difference."""
 
@@ -263,15 +257,11 @@ class IPTTCDBlock(Block):
 
 
 def dual_window_block(
-    config: registry.ModelConfig, mlp: in_place.InPlaceConfig
+    mlp: type[in_place.InPlaceConfig], config: registry.ModelConfig, settings: Any
 ) -> IPTTCDBlockConfig:
     """The block of this MLP, which reads teacher and student from attention under two windows."""
     mixer = DualWindowConfig(attention=config.attention(), student_window=config.student_window)
-    return IPTTCDBlockConfig(mixer=mixer, mlp=mlp)
-
-
-def _block(config: registry.ModelConfig, settings: MemoryConfig) -> BlockConfig:
-    return dual_window_block(config, IPTTCDConfig(mlp=config.mlp(), memory=settings))
+    return IPTTCDBlockConfig(mixer=mixer, mlp=mlp(mlp=config.mlp(), memory=settings))
 
 
 _CONV_INIT = {"zero": "zeros", "identity": "identity", "random": "normal"}
@@ -329,6 +319,7 @@ _KEYS = (
 _TYPES = ("ipttcdv9", "ipttcdv9_lowcopy", "ipttcdv8", "ipttcd")
 _FIXED = registry.ATTENTION_FIXED
 _REFERENCE = registry.Reference(_TYPES, _KEYS, _FIXED, _read, _write, has_switch=True)
+_BLOCK = functools.partial(dual_window_block, IPTTCDConfig)
 registry.register(
-    registry.Method("ipttcd", "IP-TTCD", _block, settings=MemoryConfig, reference=_REFERENCE)
+    registry.Method("ipttcd", "IP-TTCD", _BLOCK, settings=MemoryConfig, reference=_REFERENCE)
 )

@@ -12,14 +12,13 @@ it goes on to the last, and each corrects what is left after those before it. Eq
 zero; a memory that is not read, or not written, leaves the windowed model.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, struct
 from jaxtyping import Array, Float
 from ttcd_kernels.normalize import l2_normalize
 
@@ -35,13 +34,12 @@ from ttcd_jax.methods import registry
 from ttcd_jax.methods.in_place import InPlaceConfig, InPlaceMLP, InPlaceSettings, InPlaceState
 from ttcd_jax.nn.attention import DualWindowAttention, DualWindowConfig, start_cache
 from ttcd_jax.nn.block import BlockConfig, Names, Views
+from ttcd_jax.nn.linear import product, weight_product
 from ttcd_jax.nn.mlp import MLPConfig
-from ttcd_jax.nn.product import product, weight_product
 from ttcd_jax.nn.row import Hidden, Piece, Row
 from ttcd_jax.nn.windows import KVCache
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamMemoryConfig(InPlaceSettings):
     """The settings of a memory of the stream. `eta` multiplies what is read.
 
@@ -76,7 +74,6 @@ class Caches(NamedTuple):
     student: KVCache
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamsConfig(DualWindowConfig):
     """Attention of both streams, of which `num_streams` come in: one before the first layer."""
 
@@ -114,14 +111,12 @@ class StreamsAttention(DualWindowAttention, config=StreamsConfig):
         return state.student
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamMemoryMLPConfig(InPlaceConfig):
     """An MLP whose features are the keys of a memory of the stream. `goes_on`: a later layer needs
     the teacher's stream."""
 
     reference_names: ClassVar[Names] = MLPConfig.reference_names | {"b_proj": ("rate", "same")}
 
-    mlp: MLPConfig
     memory: StreamMemoryConfig
     goes_on: bool
 
@@ -138,8 +133,7 @@ class StreamMemoryMLPConfig(InPlaceConfig):
         return (3 + 3 * self.has_teacher + 2) * self.mlp.unit_flops(length) + correction
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class StreamMemory(CorrectingMemory):
     """The delta rule, read by keys beside what it is added to, y + eta k S, with S that all earlier
     tokens wrote: those of its chunk too, whose writes solve the same system."""

@@ -8,7 +8,6 @@ a scale and an offset per channel, SiLU, unit length per fast head, rotary in th
 layout. Published as "Test-Time Training Done Right" (Zhang et al. 2025), its language model form.
 """
 
-import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,9 +25,8 @@ from ttcd_jax.memory.pieces import OpenChunk, over_piece, start_pieces
 from ttcd_jax.memory.rows import check_parts, over_rows
 from ttcd_jax.methods import registry
 from ttcd_jax.nn.attention import QKV, AttentionConfig, sinks_of, start_cache
-from ttcd_jax.nn.block import BlockConfig, Dims, Mixer, Names, SublayerConfig
-from ttcd_jax.nn.linear import linear, normal_param, rms_norm
-from ttcd_jax.nn.product import product
+from ttcd_jax.nn.block import BlockConfig, Mixer, Names, SublayerConfig
+from ttcd_jax.nn.linear import linear, normal_param, product, rms_norm
 from ttcd_jax.nn.rope import rotate
 from ttcd_jax.nn.row import Hidden, Piece, Row
 from ttcd_jax.nn.windows import KVCache, Sinks, attend, attend_cached
@@ -38,7 +36,6 @@ NORM_EPS = 1e-5
 RATE_SHIFT = 0.001 + math.log(-math.expm1(-0.001))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LaCTMemoryConfig(registry.Settings):
     """The settings of the method; the defaults are published, except `resets_at_document`
     (published: the memory leaks from document to document).
@@ -72,7 +69,6 @@ class LaCTMemoryConfig(registry.Settings):
         return self.replace(chunk_size=length)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LaCTConfig(SublayerConfig):
     """`attention` has width, heads, window, rotary embedding, initialization and precision;
     `memory` the settings of the fast weights."""
@@ -131,10 +127,6 @@ class LaCTConfig(SublayerConfig):
     def fast_hidden(self) -> int:
         """F of the memory."""
         return int(self.fast_width * self.memory.hidden_expansion)
-
-    @property
-    def dims(self) -> Dims:
-        return self.attention
 
     @property
     def chunk_size(self) -> int | None:

@@ -22,10 +22,6 @@ class Settings(Config):
     words: ClassVar[Any] = ""  # what they add to the method's label
     goes_on_as_student: ClassVar[bool] = False  # whether the model's own stream is the student's
 
-    @classmethod
-    def alternatives(cls) -> list[type[Config]]:
-        return METHODS.classes() if cls is Settings else [cls]
-
     def switched_off(self, length: int) -> "Settings | None":
         """Settings with the same parameters under which nothing is read from the memory in rows of
         `length` tokens; None where the memory is the mixer itself."""
@@ -39,7 +35,6 @@ class Settings(Config):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Heads):
     """The sizes that all layers of a model share, and the settings of its method. `window` is the
     attention window of every layer with attention (the teacher's in layers with a student), None
@@ -166,5 +161,5 @@ class Method:
     twin: str | None = None  # None: the same method
 
 
-METHODS = Registry[Method]("method", lambda method: method.settings)
+METHODS = Registry[Method]("method", lambda method: method.settings, Settings)
 method_named, register = METHODS.named, METHODS.add

@@ -1,6 +1,5 @@
 """The configuration of a language model: the sizes of its layers, and the method of its memory."""
 
-import dataclasses
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
@@ -13,7 +12,6 @@ from ttcd_jax.nn.block import BlockConfig
 Remat = Literal["none", "block", "dots", "offload"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ModelConfig):
     """A language model: embedding of `vocab_size` ids, `num_layers` blocks by method, final norm,
     head (`has_tied_head`: the embedding's weights).
@@ -136,3 +134,16 @@ def switched_off(config: TransformerConfig, length: int) -> TransformerConfig | 
     settings = config.settings
     off = None if settings is None else settings.switched_off(length)
     return None if off is None else config.replace(memory=off)
+
+
+def forward_flops(config: TransformerConfig, length: int) -> int | float:
+    """FLOPs of one forward pass over a row of `length` tokens, head included, from shapes
+    (`SublayerConfig.flops`): XLA counts the body of a scan once."""
+    blocks = sum(block.flops(length) for block in block_configs(config))
+    return blocks + 2 * length * config.dim * config.vocab_size
+
+
+def training_flops_per_token(config: TransformerConfig, length: int) -> int | float:
+    """FLOPs of the forward and the backward pass per token, for rows of `length` tokens: three
+    times the forward pass; recomputation is not counted."""
+    return 3 * forward_flops(config, length) / length

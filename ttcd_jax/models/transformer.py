@@ -16,12 +16,10 @@ from ttcd_jax.axes import param
 from ttcd_jax.memory.distillation import Distillation
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.nn.block import Block, BlockConfig, Configured, MemoryStats, Report
-from ttcd_jax.nn.linear import normal_param, rms_norm
-from ttcd_jax.nn.product import PRODUCT
+from ttcd_jax.nn.linear import PRODUCT, normal_param, rms_norm
 from ttcd_jax.nn.row import Control, Hidden, Row, check_array
 from ttcd_jax.sharding import rules
-from ttcd_jax.sharding.rules import constrain, copied, gathered, is_distributed, take_copy
-from ttcd_jax.sharding.vocabulary import lookup
+from ttcd_jax.sharding.rules import constrain, copied, gathered, is_distributed, lookup, take_copy
 from ttcd_jax.tokens import check_tokens
 
 _WIDE = 512  # from here on page faults are little beside the arithmetic, and fragments are large

@@ -1,7 +1,6 @@
 """Grouped-query attention: one QKV projection under one window, or under a teacher's and a
 student's."""
 
-import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from ttcd_jax.nn.windows import KVCache, Sinks, Windows, attend, attend_cached
 QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Heads(Dims):
     """The attention of a model, the same in all its layers.
 
@@ -81,7 +79,6 @@ class Heads(Dims):
         return self.num_heads * self.head_size
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig(Heads, SublayerConfig):
     """Attention as a layer."""
 
@@ -214,7 +211,6 @@ def start_cache(config: AttentionConfig, batch_size: int, max_length: int | None
     return KVCache(keys, values, (sinks[0], sinks[1]) if count else None)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DualWindowConfig(SublayerConfig):
     """`attention.window` is the teacher's window, `student_window` the student's."""
 
@@ -230,10 +226,6 @@ class DualWindowConfig(SublayerConfig):
                 f"student_window {self.student_window} is wider than the teacher's window "
                 f"{teacher}: bind student_window, or its default holds, to the shorter one"
             )
-
-    @property
-    def dims(self) -> Dims:
-        return self.attention
 
     def flops(self, length: int) -> int | float:
         """The teacher's and one more output projection: the student's scores are among the

@@ -1,7 +1,6 @@
 """The residual stream: sub-layers, and the pre-norm block made of them."""
 
 import abc
-import dataclasses
 import itertools
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,7 +22,6 @@ Joined = Float[Array, "B T _"]
 Names = dict[str, tuple[str, str]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Dims(Config):
     """The sizes and dtypes that all layers of a model share: `dim`, the width of the residual
     stream; `norm_eps`, added to mean squares; `init_std` of drawn weights; `precision`."""
@@ -32,10 +30,6 @@ class Dims(Config):
     norm_eps: NonNegativeFloat = 1e-6
     init_std: NonNegativeFloat = 0.02
     precision: Precision = Precision()
-
-    @property
-    def dims(self) -> "Dims":
-        return self
 
 
 class SublayerConfig(Config, abc.ABC):
@@ -52,9 +46,9 @@ class SublayerConfig(Config, abc.ABC):
     num_streams: ClassVar[Any] = 1
 
     @property
-    @abc.abstractmethod
     def dims(self) -> Dims:
-        """The sizes that the layer shares with its neighbors."""
+        """The sizes that the layer shares with its neighbors: its own, or those of its part."""
+        return next(x for x in (self, *vars(self).values()) if isinstance(x, Dims))
 
     @property
     def chunk_size(self) -> int | None:
@@ -171,7 +165,6 @@ class Mixer(Sublayer):
         return self.forward(h, Row.of(h, positions, segment_ids))[0]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig(Config):
     """The sub-layers of a block, `mixer` (of tokens) and `mlp`, run in the order of `order`.
     `stops_teacher`: no gradient flows through the stream of a teacher."""

@@ -1,6 +1,5 @@
 """SwiGLU: features silu(x W_gate) * (x W_up), output features W_down."""
 
-import dataclasses
 from typing import Any, ClassVar
 
 import jax
@@ -13,7 +12,6 @@ from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.row import Hidden, Piece, Row
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MLPConfig(Dims, SublayerConfig):
     """F = `hidden_dim`, for each of `num_streams` residual streams."""
 

@@ -4,7 +4,6 @@ For a head vector a = [a0 | a1] at position p: [a0 cos - a1 sin | a1 cos + a0 si
 base^(-2j/H). Angles are float32: positions up to a million need it.
 """
 
-import dataclasses
 import math
 from typing import Annotated
 
@@ -16,7 +15,6 @@ from ttcd_jax.config import AtLeast, Bound, Config, Positive, PositiveFloat
 from ttcd_jax.errors import UserError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _ByTurns(Config):
     """Pairs that turn fewer than `slow_turns` times over the `original_length`, in tokens, are
     interpolated by `factor`, those above `fast_turns` are kept."""
@@ -33,7 +31,6 @@ class _ByTurns(Config):
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnConfig(_ByTurns):
     """YaRN (Peng et al. 2023) as Hugging Face applies it: a linear ramp between the two; cos and
     sin are multiplied by `magnitude`, None: 0.1 ln(factor) + 1."""
@@ -41,14 +38,12 @@ class YarnConfig(_ByTurns):
     magnitude: PositiveFloat | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Config(_ByTurns):
     """The scaling of Llama 3.1: in between the share that is kept grows linearly with the turns."""
 
     fast_turns: PositiveFloat = 4.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig(Config):
     """`base`: theta in the equation of the angles. `linear_factor` divides all positions (linear
     interpolation); it, `yarn` and `llama3` exclude one another."""

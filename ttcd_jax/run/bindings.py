@@ -237,7 +237,7 @@ def _check_names(bindings: Sequence[Binding], classes: Classes) -> None:
         if field not in fields:
             near = closest(field, fields)
             if hasattr(classes[owner], field):
-                near = ": annotate it there, under @dataclasses.dataclass"
+                near = ": annotate it there"
             raise UserError(f"{where}: {owner} has no field {field!r}{near}")
         for mention in mentions:
             if (name := _macro(mention)) and name not in macros:

@@ -19,8 +19,8 @@ from ttcd_jax.errors import ResourceError, UserError
 from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import laid_out, run_mesh
-from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.distributed import agree
+from ttcd_jax.sharding.rules import Placement, replicated
 from ttcd_jax.train import state as train_state
 from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.groups import preparation, rate_factors

@@ -1,6 +1,5 @@
 """The configuration of a run: the root of every .gin file and of `config.json`."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,7 +37,6 @@ DATA_PATHS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):
     """A `model`, its training `data` and `optimizer`, trained for `steps` steps of `batch_size`
     rows, which are computed in `accumulation_steps` parts one after another on the devices of

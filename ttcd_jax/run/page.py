@@ -28,13 +28,12 @@ from ttcd_jax.measure.pictures import Picture, coloured_by_run, plot_lines
 from ttcd_jax.measure.results import Results, measured, series_of, task_sections
 from ttcd_jax.measure.task import TASKS, table_of
 from ttcd_jax.methods import method_named
-from ttcd_jax.models.config import TransformerConfig, switched_off
+from ttcd_jax.models.config import TransformerConfig, switched_off, training_flops_per_token
 from ttcd_jax.run.config import by_path
 from ttcd_jax.run.directory import EVALUATIONS, METRICS, RunDirectory, model_config
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.run.trackers import Tracker
 from ttcd_jax.sharding import rules
-from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.state import num_params
 
 type BySeries = dict[str, dict[int, float]]  # values by step

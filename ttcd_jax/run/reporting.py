@@ -24,12 +24,12 @@ from tensorboardX.writer import Event, SessionLog  # pyright: ignore[reportAttri
 
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import GrowingFile, write_whole
+from ttcd_jax.models.config import training_flops_per_token
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import METRICS
 from ttcd_jax.run.trackers import Guarded, Tracker
 from ttcd_jax.terminal import Progress
 from ttcd_jax.train.bad_steps import fault
-from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import data_sheet
 from ttcd_jax.train.loop import HostMetrics, MetricCallback
 from ttcd_jax.train.watchdog import Watchdog

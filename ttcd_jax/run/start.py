@@ -13,7 +13,7 @@ from ttcd_jax.run.bindings import Inherit
 from ttcd_jax.run.build import Program
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, model_config, open_checkpoints, tokenizer_config
-from ttcd_jax.sharding.batch import replicated
+from ttcd_jax.sharding.rules import replicated
 from ttcd_jax.train import layers_on_disk as disk
 from ttcd_jax.train.state import TrainState, init_params, placed_as
 

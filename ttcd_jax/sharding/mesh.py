@@ -8,7 +8,6 @@
 The devices of the last axes are the closest: `tensor` and `seq` need the fast links inside a node.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ AXES = ("data", "fsdp", "seq", "tensor")
 Size = Annotated[int, Bound("at least 1, or -1 for the rest", lambda size: size >= 1 or size == -1)]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig(Config):
     """Devices along each axis, `data`, `fsdp`, `seq` and `tensor`; one axis may be -1, for all that
     the others leave. `slices`: groups of whole nodes (hosts, or slices of a pod) joined by a slower

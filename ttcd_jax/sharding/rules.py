@@ -1,4 +1,5 @@
-"""The only table from logical axes to mesh axes, for parameters and activations alike.
+"""The only table from logical axes to mesh axes, for parameters and activations alike, and what
+follows from it: shards, whole parameters, looked up rows, the batches of processes.
 
 Layers name their dimensions (`ttcd_jax.axes`); the table maps each name to the mesh axes that shard
 it. To shard a model differently, change the table.
@@ -6,15 +7,16 @@ it. To shard a model differently, change the table.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import LOGICAL_AXES
 from ttcd_jax.errors import UserError
@@ -24,6 +26,7 @@ Names = Sequence[str | None]
 
 # The axes of rows and positions: every device along them computes with whole weights.
 BATCH, LENGTH = ("data", "fsdp"), ("seq",)
+TENSOR = "tensor"  # of vocabulary entries, heads and features
 
 RULES: dict[str, tuple[str, ...]] = {
     # Parameter axes: replicated, unless they follow.
@@ -159,6 +162,31 @@ def table_axes(table: jax.Array | Copies) -> tuple[jax.Array, tuple[str, ...]]:
     return (table.stacked, ("copies",)) if isinstance(table, Copies) else (table, ("vocab",))
 
 
+def own_entries(
+    shard: Shard, ids: Int[Array, "..."], num_entries: int
+) -> tuple[jax.Array, jax.Array]:
+    """(row in this device's shard of `num_entries` vocabulary entries, whether the entry is in it)
+    of every id; an entry of another device has row 0."""
+    row = ids - shard.index(TENSOR) * num_entries
+    is_own = (row >= 0) & (row < num_entries)
+    return jnp.where(is_own, row, 0), is_own
+
+
+def lookup(table: Float[Array, "V D"] | Copies, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Rows of the table, NaN for a token outside of it: a compiled program cannot refuse."""
+
+    def on_shard(shard: Shard, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        row, is_own = own_entries(shard, tokens, len(table))
+        found = table[tokens if shard.size(TENSOR) == 1 else row]
+        if shard.size(TENSOR) > 1:
+            found = shard.sum(jnp.where(is_own[..., None], found, 0), TENSOR)
+        is_known = (tokens >= 0) & (tokens < len(table) * shard.size(TENSOR))
+        return jnp.where(is_known[..., None], found, jnp.nan)
+
+    rows, (array, axes) = ("batch", "length"), table_axes(table)
+    return sharded(on_shard, (axes, rows), rows)(array, tokens)
+
+
 def take_copy(weight: Any, copy: jax.Array) -> None:
     """Lets `gathered` take the `copied` parameter wherever `weight` is used. The gradients of all
     its uses are added on each device, in the stored dtype, and return to the shards at once."""
@@ -210,3 +238,39 @@ def shardings(mesh: Mesh | AbstractMesh, axes: Any, arrays: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         sharding, arrays, axes, is_leaf=lambda node: hasattr(node, "shape")
     )
+
+
+class Placement:
+    """Fields [batch_size, length] of a batch, sharded along rows and positions of `mesh`. Raises
+    `UserError` when rows or positions do not divide among the devices."""
+
+    def __init__(self, mesh: Mesh | AbstractMesh, *, batch_size: int, length: int) -> None:
+        self._shape = (batch_size, length)
+        fields = {"fields [batch_size, seq_len]": jax.ShapeDtypeStruct(self._shape, np.int32)}
+        axes = dict.fromkeys(fields, ("batch", "length"))
+        (self._sharding,) = shardings(mesh, axes, fields).values()
+
+    @functools.cached_property
+    def rows(self) -> tuple[int, ...]:
+        """The rows with a part on this process's devices, which it supplies, in ascending order."""
+        shards = self._sharding.addressable_devices_indices_map(self._shape).values()
+        indices = (range(self._shape[0])[index[0]] for index in shards if index is not None)
+        return tuple(sorted({row for rows in indices for row in rows}))
+
+    def abstract(self, kinds: Mapping[str, str]) -> dict[str, jax.ShapeDtypeStruct]:
+        shape, where = self._shape, self._sharding
+        return {x: jax.ShapeDtypeStruct(shape, kinds[x], sharding=where) for x in kinds}
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """The global arrays of a batch whose fields hold this process's `rows`."""
+
+        def array(field: np.ndarray) -> jax.Array:
+            whole = np.empty(self._shape, field.dtype)  # other rows are those of no device here
+            whole[list(self.rows)] = field
+            return jax.make_array_from_callback(self._shape, self._sharding, whole.__getitem__)
+
+        return {name: array(field) for name, field in batch.items()}
+
+
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())

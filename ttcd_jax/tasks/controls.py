@@ -1,6 +1,5 @@
 """What the memory of a trained model is worth, and of what: its losses under controls."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -37,7 +36,6 @@ class ControlLoss(NamedTuple):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Controls(FirstTokens[ControlLoss]):
     """Losses of a model with an in-place memory, as trained and under `controls` (none given: all
     that it can have), on the rows of task position: "off", nothing is read; "layers", the same of

@@ -1,6 +1,5 @@
 """The gap between student and teacher by position, and what the memory leaves of it."""
 
-import dataclasses
 import functools
 import math
 import operator
@@ -50,7 +49,6 @@ _MEASURES = LayerDistances._fields[5:]
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StudentTeacher(RowTask[LayerDistances]):
     """The student's distance to the teacher in every layer that has both, with the memory off and
     on, and where the memory moves the student (`ttcd_jax.memory.distillation`). At most `max_rows`

@@ -1,7 +1,6 @@
 """Losses of documents: by position in a row and of the final block by the length of its context, as
 in the authors' code, and of tokens that complete an n-gram by the distance back to it."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,6 @@ class BlockLoss(NamedTuple):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class FinalBlock(DocumentTask[BlockLoss]):
     """Fixed-final-block perplexity, as in the authors' code: the last `final_block` tokens of each
     document, after each of `contexts` tokens, read anew. Documents have `min_doc_tokens` (None: the
@@ -103,7 +101,6 @@ class PositionLoss(NamedTuple):
     nll: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class FirstTokens[Record: tuple[Any, ...]](DocumentTask[Record]):
     """Tokens `offset` to `offset + seq_len` of the first `max_rows` documents that have them; with
     `offset_max`, each offset is drawn from 0 to that by `seed`. `seq_len` None: as in training."""
@@ -137,7 +134,6 @@ class FirstTokens[Record: tuple[Any, ...]](DocumentTask[Record]):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Position(FirstTokens[PositionLoss]):
     """Loss at every position of a row but the first, which has no context."""
 
@@ -220,7 +216,6 @@ def distances(ids: np.ndarray, size: int) -> np.ndarray:
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recurrence(FirstTokens[SliceLoss]):
     """Loss on tokens that complete an n-gram of 2, 3 or 4 tokens that the row had before: the
     associative recall hits of Zoology (Arora et al., 2023), where a memory can help.

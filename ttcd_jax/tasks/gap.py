@@ -24,7 +24,6 @@ a linear map of z in the memory's place, fitted on other documents; another docu
 the memory of the first two thirds, frozen, in the last third alone.
 """
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -39,7 +38,7 @@ from ttcd_kernels.table import Row as TableRow
 from ttcd_jax.config import DISTINCT, Bound, NonNegative, Positive
 from ttcd_jax.data.sources import text_records
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.inference.decode import head_weight
+from ttcd_jax.inference.decode import embedded, nats
 from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.measure.pictures import Picture, plot_bars
 from ttcd_jax.measure.scorer import Scorer
@@ -49,7 +48,6 @@ from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.mlp import SwiGLU
 from ttcd_jax.nn.row import Row
 from ttcd_jax.nn.windows import attend
-from ttcd_jax.train.loss import token_scores
 from ttcd_jax.train.state import with_params
 
 CHUNK, RATE = 64, 0.5  # the lag of a memory's read; the rate of the delta rule
@@ -75,7 +73,6 @@ class LayerGap(NamedTuple):
     context: float  # both less regression
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowTask[Record: tuple[Any, ...]](Task[list[np.ndarray], Record]):
     """A student sees a window and `sinks` first tokens. It reads `length` tokens, from token
     `start` on, of the first `max_documents` documents of `text` (a file or folder; None: the run's
@@ -116,7 +113,6 @@ class WindowTask[Record: tuple[Any, ...]](Task[list[np.ndarray], Record]):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gap(WindowTask[LayerGap]):
     """What students of the `windows` miss in every one of `layers` (none given: all)."""
 
@@ -143,14 +139,13 @@ class Gap(WindowTask[LayerGap]):
 
     def measure(self, scorer: Scorer, rows: list[np.ndarray], subject: Subject) -> list[LayerGap]:
         model, records = inference_model(scorer.model), []
-        streams = embeddings = [_embedded(model, jnp.asarray(row)[None]) for row in rows]
-        for layer in range(model.config.num_layers):
-            block = functools.partial(_block_of, model, layer)
+        streams = embeddings = [embedded(model, jnp.asarray(row)[None]) for row in rows]
+        for layer, block in enumerate(model.modules):
             if not self.layers or layer in self.layers:
                 for window in self.windows:
-                    found = [_views(block(), h, window, self.sinks) for h in streams]
+                    found = [_views(block, h, window, self.sinks) for h in streams]
                     records.append(LayerGap(layer, window, *_explained(found)))
-            streams = [*map(functools.partial(_after, block()), streams, embeddings)]
+            streams = [*map(functools.partial(_after, block), streams, embeddings)]
         return records
 
     @classmethod
@@ -180,15 +175,6 @@ class Gap(WindowTask[LayerGap]):
                 line[0].append(f"{x.layer}")
                 line[1].append(x.context)
         return lines
-
-
-@jax.jit
-def _embedded(model: InferenceModel, tokens: jax.Array) -> jax.Array:
-    return model.embedding[...].astype(model.config.precision.compute_dtype)[tokens]
-
-
-def _block_of(model: InferenceModel, layer: int) -> Any:
-    return nnx.merge(model.blocks[layer], model.layers[layer])
 
 
 @nnx.jit
@@ -310,7 +296,6 @@ class Share(NamedTuple):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Stream(WindowTask[Share]):
     """The share of the headroom that a memory gives back, and its controls: between the model under
     `window` and under its own. The memory is in `layer` (None: at four fifths of the layers) and
@@ -407,16 +392,18 @@ class _Lesson(NamedTuple):
 
 
 def _lesson(teacher: InferenceModel, student: InferenceModel, row: jax.Array, stop: int) -> _Lesson:
-    start = _embedded(teacher, row[None])
-    (h, z, y), (theirs, _, x) = (_through(x, start, range(stop)) for x in (student, teacher))
+    start = embedded(teacher, row[None])
+    (h, z, y), (theirs, _, x) = (_through(x, start, 0, stop) for x in (student, teacher))
     return _Lesson(h, theirs, *_wide((z[0], (theirs - h)[0], (x - y)[0])))
 
 
-def _through(model: InferenceModel, h: jax.Array, layers: range) -> tuple[jax.Array, Any, Any]:
+def _through(
+    model: InferenceModel, h: jax.Array, first: int, stop: int | None = None
+) -> tuple[jax.Array, Any, Any]:
     """After these layers: the stream, and of the last the features of its MLP and their output."""
     found = h, None, None
-    for layer in layers:
-        found = _layer(_block_of(model, layer), found[0])
+    for block in model.modules[first:stop]:
+        found = _layer(block, found[0])
     return found
 
 
@@ -431,11 +418,5 @@ def _layer(block: Any, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def _losses(model: InferenceModel, h: jax.Array, first: int, tokens: jax.Array) -> jax.Array:
     """Nats of tokens 1 .. T - 1, from the stream before layer `first`."""
-    h, *_ = _through(model, h, range(first, model.config.num_layers))
-    return _nats(model, h, tokens)
-
-
-@jax.jit
-def _nats(model: InferenceModel, h: jax.Array, tokens: jax.Array) -> jax.Array:
-    hidden = rms_norm(h, model.final_norm[...], model.config.norm_eps)
-    return token_scores(hidden[:, :-1], head_weight(model), tokens[None, 1:])[0][0]
+    h, *_ = _through(model, h, first)
+    return nats(model, h[:, :-1], tokens[None, 1:])[0]

@@ -1,6 +1,5 @@
 """Tasks of lm-evaluation-harness: HellaSwag, ARC, MMLU from local files, and any other."""
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -32,7 +31,6 @@ class Score(NamedTuple):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Harness(Task[Any, Score]):
     """Accuracies, or what else a task measures, with the harness' own prompts.
 

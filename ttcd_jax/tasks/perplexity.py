@@ -1,6 +1,5 @@
 """Perplexity by context length."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -75,7 +74,6 @@ def by_position(scores: Scores, rows: Arrays, tokenizer: Tokenizer) -> list[Posi
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Perplexity(RowTask[PositionLoss]):
     """Perplexity on `text`, a text file or a folder of .txt files, or the run's held-out text for
     None. `seq_len`: tokens per row; None: as in training."""

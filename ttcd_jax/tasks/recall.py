@@ -1,6 +1,5 @@
 """Accuracy of stated values by distance back to them: in one pass, and after a haystack."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple, get_args
@@ -89,7 +88,6 @@ class OnDrawnData(Task):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recall(OnDrawnData, RowTask[DistanceAccuracy]):
     """Accuracy at queries by the distance back to their value."""
 
@@ -121,7 +119,6 @@ class Recall(OnDrawnData, RowTask[DistanceAccuracy]):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Evidence(Recall):
     """Accuracy at keys by the distance back to their value. Chance knows which values a row has."""
 
@@ -135,7 +132,6 @@ class Evidence(Recall):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Needle(OnDrawnData):
     """Accuracy of a prompt's values after each of `distances` tokens of other facts. They are read
     by "decode", one by one, with the memory on, and off, as published, or by "prefill" in one pass,

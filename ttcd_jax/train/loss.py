@@ -16,8 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.chunks import to_chunks
 from ttcd_jax.sharding import rules
-from ttcd_jax.sharding.rules import Copies, Shard
-from ttcd_jax.sharding.vocabulary import TENSOR, own_entries
+from ttcd_jax.sharding.rules import TENSOR, Copies, Shard, own_entries
 
 if TYPE_CHECKING:
     from ttcd_jax.models.transformer import Transformer

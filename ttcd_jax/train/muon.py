@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ttcd_jax.memory.newton_schulz import newton_schulz
+from ttcd_jax.nn.linear import newton_schulz
 
 Axes = tuple[str, ...]
 AxesTree = Any  # nested as the parameters are, with `Axes` for each

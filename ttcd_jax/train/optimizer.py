@@ -25,7 +25,6 @@ _DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(configs.Config):
     """The rate grows to `peak` in `warmup` steps and falls by the curve `decay` to
     `floor_ratio` of it. `steps` None: the length of the run. `decay_ratio`: the share of `steps`
@@ -70,12 +69,7 @@ Rates = tuple[tuple[str, configs.NonNegativeFloat], ...]
 class OptimizerSettings(configs.Config):
     """Base of the constants of optimizers, the type of `OptimizerConfig.settings`."""
 
-    @classmethod
-    def alternatives(cls) -> list[type[configs.Config]]:
-        return OPTIMIZERS.classes() if cls is OptimizerSettings else [cls]
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MuonSettings(OptimizerSettings):
     """Constants of `train.muon`: its `momentum`, whether the step looks ahead along it
     (`is_nesterov`), and the dtype of Newton-Schulz, `orthogonalization`; not float16, in which a
@@ -86,7 +80,6 @@ class MuonSettings(OptimizerSettings):
     orthogonalization: Literal["float64", "float32", "bfloat16"] = "bfloat16"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(configs.Config):
     """AdamW's decay rates `beta1` and `beta2` of its moments and `eps`; `weight_decay` per unit of
     learning rate, the `schedule` of that rate, and `clip_norm`, the largest norm of a gradient
@@ -133,7 +126,7 @@ class Optimizer:
     settings: type[OptimizerSettings] | None = None
 
 
-OPTIMIZERS = Registry[Optimizer]("optimizer", lambda optimizer: optimizer.settings)
+OPTIMIZERS = Registry[Optimizer]("optimizer", lambda x: x.settings, OptimizerSettings)
 register = OPTIMIZERS.add
 
 

@@ -13,8 +13,7 @@ from jaxtyping import Array, Int
 
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.sharding.batch import replicated
-from ttcd_jax.sharding.rules import shardings
+from ttcd_jax.sharding.rules import replicated, shardings
 from ttcd_jax.train.bad_steps import Skips
 
 # One value for every parameter, in dicts nested as the modules are.

@@ -3,7 +3,6 @@ input pipelines; prefills of long prompts in pieces from an empty state, and gre
 them, by several methods in one shape, on random tokens.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -26,11 +25,15 @@ from ttcd_jax.inference.prefill import MemoryMode, even_size, prefill, read_piec
 from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.methods.in_place import InPlaceSettings
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
-from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
+from ttcd_jax.models.config import (
+    TransformerConfig,
+    forward_flops,
+    has_in_place_memory,
+    training_flops_per_token,
+)
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.build import Program, build_data
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.train.flops import forward_flops, training_flops_per_token
 from ttcd_jax.train.hardware import data_sheet, parse_topology
 from ttcd_jax.train.state import init_params, with_params
 
@@ -42,7 +45,6 @@ Competitor = Literal["swa", "ipttt", "ipttcd"]
 _ceilings = functools.cache(measure.ceilings)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Step(Config):
     """A row per file of `gin`, with `param` of all. "time" and "FLOPs" are per token, over those of
     the first file; memory is that of the compiled step, the state included."""
@@ -101,7 +103,6 @@ def random_step(config: RunConfig) -> tuple[Callable[[], Any], int]:
     return take, measure.needed_bytes(step)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Data(Step):
     """A timed round reads `batches` batches of the training split of a file, made and read ahead on
     the host by so many `workers` (0: a thread), also in other rows' turns. "step %": the time of a
@@ -132,7 +133,6 @@ class Data(Step):
         yield rows
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefill(Config):
     """Rows of `lengths` tokens under the teacher's `windows`; the student's are half. A table per
     window, batch size and length."""
@@ -175,7 +175,6 @@ class Prefill(Config):
             yield rows
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Decode(Prefill):
     """A timed round decodes `steps` tokens of every row after prompts of `lengths` tokens: a row
     per model, and one for its memory off while decoding ("published"). Models run one after

@@ -1,7 +1,6 @@
 """The levels at which two variants of a run, which share its parameters, are compared, each an
 evaluation of the run."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -145,7 +144,6 @@ class Cell(NamedTuple):
     value: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Equivalence(Task[Arrays, Cell]):
     """The distance of the variant `candidate` of a run from its variant `reference`.
 
@@ -252,7 +250,6 @@ def agreement(row: str, candidate: jax.Array, reference: jax.Array) -> Iterator[
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel(Equivalence):
     """Outputs of each block on the reference's input to it, in units in the last place, on the
     first batch of rows."""
@@ -328,7 +325,6 @@ def distances(
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Distribution(Equivalence):
     """KL(reference || candidate), total variation, flips (changes of the likeliest token) and
     losses of the next token on held-out text."""

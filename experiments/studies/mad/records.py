@@ -38,7 +38,6 @@ _BY_LAYER = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RecipeConfig(Config):
     """AdamW (beta 0.9 and 0.999, eps 1e-8) without a clip or warm-up, decay on every tensor, the
     rate constant within an epoch: 1e-6 + (rate - 1e-6) (1 + cos(pi epoch / epochs)) / 2; the
@@ -69,7 +68,6 @@ class Recorded(Config):
         return {x.name: y for x in dataclasses.fields(self) if (y := found[x.name]) != x.default}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Measures(Recorded):
     """The scores of MAD on the test rows, the same with the memory switched off (`*_off`), of each
     fast layer those of `MemoryStats`, and in earlier records `key_rank`, the effective rank of the
@@ -87,7 +85,6 @@ class Measures(Recorded):
     window_share: Layers = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Point(Recorded):
     """An evaluation of a run; a loss is None where it is not finite: JSON has no NaN."""
 
@@ -97,7 +94,6 @@ class Point(Recorded):
     training_loss: float | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(Recorded):
     """A run: `failed_at`, the first step that was not finite, or None; `metrics` after the last
     epoch, None if it failed; `curve`, every evaluation up to the failure."""
@@ -110,7 +106,6 @@ class Run(Recorded):
     curve: tuple[Point, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Job(Recorded):
     """A setting and a method: its runs are trained together and recorded in one file."""
 
@@ -131,7 +126,6 @@ class Job(Recorded):
         return f"{self.task}.{self.setting}.{self.method}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Record(Job):
     """A finished job: where and in how many seconds it was computed, and its runs."""
 

@@ -12,7 +12,6 @@ its last good parameters and takes no further step; those of others do not chang
 Runs that do not fit into device memory together are trained in groups.
 """
 
-import dataclasses
 import functools
 import itertools
 import sys
@@ -40,7 +39,7 @@ from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
 from ttcd_jax.models.config import TransformerConfig, switched_off
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
-from ttcd_jax.sharding.batch import replicated
+from ttcd_jax.sharding.rules import replicated
 from ttcd_jax.terminal import Progress
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
 from ttcd_jax.train.state import TrainState, state_of
@@ -54,7 +53,6 @@ _MIN_RATE = 1e-6
 _NUM_EVALUATIONS = 10
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MADSweepConfig(Config):
     """A sweep: every setting of `tasks` is trained with every method, and with all combinations of
     `rates`, `weight_decays` and `seeds` in one compiled program.

@@ -6,7 +6,6 @@ model can know. The others have the same kind of targets in both splits, aligned
 instead of shifted.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -28,7 +27,6 @@ Piece = tuple[Motif, bool]  # tokens of a recall row, and whether the test asks 
 Row = tuple[Any, Any]  # inputs and targets, T tokens each
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MADConfig(Config):
     """A task and its sizes, with the published defaults; sizes of other tasks keep theirs. Every
     recall asks for the value of each key that appeared before, not for that of the last alone."""

@@ -1,7 +1,6 @@
 """The runs of a study, their training, in a process each, and their evaluations; its tables, its
 page, and the records of which `experiments.pages` draws tables."""
 
-import dataclasses
 import fnmatch
 import functools
 import itertools
@@ -34,7 +33,12 @@ from ttcd_jax.measure.page import Section, write_page
 from ttcd_jax.measure.pictures import Picture, coloured_by_run
 from ttcd_jax.measure.results import check_comparable, evaluate, headroom_sections, read_results
 from ttcd_jax.measure.task import MEMORY_OFF, MEMORY_ON, Series, Subject, Task, digest
-from ttcd_jax.models.config import has_in_place_memory, layers_with_teacher, switched_off
+from ttcd_jax.models.config import (
+    has_in_place_memory,
+    layers_with_teacher,
+    switched_off,
+    training_flops_per_token,
+)
 from ttcd_jax.registry import IMPORTED_MODULES
 from ttcd_jax.run import page
 from ttcd_jax.run.bindings import load_config
@@ -44,7 +48,6 @@ from ttcd_jax.run.page import Run
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.run.start import inherited_model
 from ttcd_jax.train.checkpoint import complete_steps
-from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.layers_on_disk import stored_params
 from ttcd_jax.units import printable
 
@@ -107,7 +110,6 @@ def control(name: Control, run: RunConfig) -> tuple[str, ...]:
     return (*others, *(f"TransformerConfig.{field}={x!r}" for field, x in fields.items()))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StudyConfig(Config):
     """`recipes`: .gin files of runs that differ in their method alone, or (NAME, FILE, BINDING,
     ...), the first of which is the base of all differences; each is trained with all `seeds`, those

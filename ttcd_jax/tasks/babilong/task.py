@@ -1,7 +1,6 @@
 """BABILong (Kuratov et al. 2024), qa1 to qa5: the facts of a question, hidden in a text of a given
 number of tokens, and the accuracy of answers by task and length."""
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -180,7 +179,6 @@ class Answered(NamedTuple):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class BabiLong(Task[list[Case], Answered]):
     """Accuracy in percent of `samples` questions for each of `tasks` and `lengths`: "4k" is a text
     of 4000 - 300 tokens, "0k" one of the facts alone.

@@ -1,7 +1,6 @@
 """RULER's 13 tasks: samples as NVIDIA's generator draws them, and their scores by task and length,
 with the averages of the paper's tables."""
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -156,7 +155,6 @@ class Answered(NamedTuple):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Ruler(Task[list[Case], Answered]):
     """RULER: `samples` of each of `tasks` (names, `niah` for the paper's six, `all`) at `lengths`,
     tokens of prompt and answer without bos, drawn by `seed`. Answers are greedy.

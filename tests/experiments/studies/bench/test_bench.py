@@ -13,8 +13,8 @@ from experiments.studies.bench import cases
 from experiments.studies.bench.cases import Decode, Prefill, competitor
 from ttcd_jax import RunConfig, TransformerConfig
 from ttcd_jax.commands.cli import CONFIG_DIR, parse_options
+from ttcd_jax.models.config import training_flops_per_token
 from ttcd_jax.run.bindings import load_config
-from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.state import num_params
 
 PUBLISHED = load_config(TransformerConfig, "prefill/default.gin", [], config_dir=CONFIG_DIR)
