@@ -143,7 +143,7 @@ def _shortened(case):
     triton_call.tuning_for = lambda *_: Tuning(*[Tile(32, 16, 4, 2)] * 3)
     tile = decode_tuning.Tile(16, 4, 2, 50 * case.batch)
     decode_call.tuning_for = lambda *_: decode_tuning.Tuning(tile)
-    sizes = ("length", "num_keys", "teacher_window", "student_window", "num_slots")
+    sizes = ("length", "num_keys", "teacher_window", "student_window", "num_slots", "chunk_size")
     sizes = {x: getattr(case, x, None) for x in sizes}
     factor = 8 if (sizes["length"] or 0) < 4000 else 32
     sizes = {name: max(size // factor, 1) for name, size in sizes.items() if size is not None}
