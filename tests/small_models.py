@@ -1,6 +1,7 @@
 """A model of two small layers for every method, whose windows and chunks are four tokens; a run of
 it; the attention of small layers; and a method outside the package, that of docs/extending.md."""
 
+import functools
 import re
 import types
 from pathlib import Path
@@ -81,6 +82,7 @@ def run_config(model: str | TransformerConfig = "ipttcd", **changes) -> RunConfi
     return RunConfig(**fields | {"steps": 8, "batch_size": 2} | changes)
 
 
+@functools.cache
 def recipe(name: str, *params: str, **options) -> RunConfig:
     """The run of a file of experiments/configs."""
     return load_config(RunConfig, name, params, config_dir=CONFIG_DIR, **options)

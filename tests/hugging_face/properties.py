@@ -28,7 +28,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
-COUNT, PAD = 15, 5
+COUNT, PAD = 11, 5
 RELEASE = [int(x) for x in transformers.__version__.split(".")[:2]]
 
 

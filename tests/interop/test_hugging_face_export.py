@@ -255,7 +255,7 @@ def folders(tmp_path_factory):
         config = MODELS[name].replace(vocab_size=ByteTokenizer.vocab_size)
         rng = np.random.default_rng(3)
         prompts = [np.array([ByteTokenizer.bos_id, *rng.integers(0, 256, n)]) for n in (22, 8, 16)]
-        requests = [Request(tokens=x, max_new_tokens=15, stop_tokens=()) for x in prompts]
+        requests = [Request(tokens=x, max_new_tokens=11, stop_tokens=()) for x in prompts]
         model, tokens = inference_model(with_params(config, params_of(config))), [[], [], []]
         for event in Generation(model, ByteTokenizer(), requests):
             tokens[event.row].append(event.token)

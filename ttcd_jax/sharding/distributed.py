@@ -169,7 +169,7 @@ def _call(processes: Processes, seconds: float) -> None:
                 reason = "another program answers"
         except OSError as error:
             reason = error
-        time.sleep(0.5)
+        time.sleep(0.1)
     raise UserError(
         f"{absence()} within {seconds} s: read its log, and check that the port is open"
     )
