@@ -132,7 +132,7 @@ def test_machines_without_a_disk_in_common_train_into_a_bucket(whole, start, tex
         flags = [_flags("s3://bucket/run", text) for text in texts]
         part = "bucket/run/checkpoints/12/params/ocdbt.process_1"
         store.fault = lambda method, name: 403 if method == "PUT" and part in name else None
-        short = [[*x, "--hang_seconds=8"] for x in flags]
+        short = [[*x, "--hang_seconds=10"] for x in flags]
         first, second = start("launch", short, 2, machines)
         _, error = _end(second, CheckpointError.exit_code)
         assert error.startswith(
