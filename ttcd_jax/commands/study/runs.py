@@ -282,7 +282,7 @@ def write_study(
     everything = []
     with coloured_by_run(labels) as colours:
         for (text, pieces), task in itertools.product(texts.items(), config.evaluations):
-            if measured := _measured(chosen, task, text, path):
+            if measured := _measured(chosen, task, text, path, is_drawn=pieces is None):
                 title, documents = f"{task.title} ({text})", pieces[1] if pieces else []
                 if isinstance(task, DocumentTask):
                     measured, documents = _united(measured, documents)
@@ -306,7 +306,11 @@ def write_study(
     return shown
 
 
-def _measured(chosen: list[tuple[str, int]], task: Task, text: str, path: Path) -> BySeed:
+def _measured(
+    chosen: list[tuple[str, int]], task: Task, text: str, path: Path, *, is_drawn: bool
+) -> BySeed:
+    """The series of every run that was evaluated. Rows that are drawn may have other sizes in every
+    recipe, so that a table has the buckets of all."""
     found, measured = [], {}
     for name, seed in chosen:
         file = results_file(path / f"{name}-{seed}", task, name, text)
@@ -321,7 +325,7 @@ def _measured(chosen: list[tuple[str, int]], task: Task, text: str, path: Path) 
                 f"from {', '.join(f'{name}-{seed}' for seed in seeds)}, and the same command "
                 "evaluates them again"
             )
-    if found:
+    if found and not is_drawn:
         check_comparable(found)
     return measured
 
