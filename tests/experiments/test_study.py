@@ -217,7 +217,8 @@ def test_recipes_on_rows_that_are_drawn_are_compared_seed_by_seed(tmp_path):
     table = write_study(both, *_compute(both, tmp_path)[:2], tmp_path)[1].table
     names = ("own, fast weights on", "more, fast weights on")
     found = [{x["distance"] for x in table if x.get(y) is not None} for y in names]
-    assert found[0] & found[1] == {"1-7", "beyond 7"} and len(found[0] ^ found[1]) == 6
+    assert found[0] & found[1] == {"1-7", "beyond 7"}
+    assert len(found[0] ^ found[1]) == 6
 
 
 def test_results_of_other_pieces_and_settings_are_not_shown_again(path, folder, monkeypatch):

@@ -307,7 +307,7 @@ def write_study(
 
 
 def _measured(
-    chosen: list[tuple[str, int]], task: Task, text: str, path: Path, *, is_drawn: bool
+    chosen: list[tuple[str, int]], task: Task, text: str, path: Path, is_drawn: bool = False
 ) -> BySeed:
     """The series of every run that was evaluated. Rows that are drawn may have other sizes in every
     recipe, so that a table has the buckets of all."""
