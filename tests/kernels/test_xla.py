@@ -3,7 +3,11 @@ and gradients through all of them."""
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import pytest
+from checks import assert_close, draw
+from ttcd_kernels import dual_window_attention, window_attention
 from ttcd_kernels.dual_window import xla
 
 from experiments.studies.kernels import attention, convolution, decoding, programs
@@ -61,10 +65,22 @@ def test_attention_computes_the_definition(name, float64, monkeypatch):
     ways = ("xla", "lse")[: 1 + (name in IN_TWO_CALLS)]
     rows = programs.compare(attention, case, ways)
     assert [(row["implementation"], row["note"]) for row in rows] == [(x, "") for x in ways]
+    qkv = draw(0, (2, T, N, 4), *[(2, S, K, 4)] * 2)
+    ids = None if case.ids is None else jnp.asarray(case.ids)
+    options = {"segment_ids": ids, "scale": 0.7, "implementation": "xla"}
+
+    @jax.jit
+    def both(qkv):
+        windows = {"teacher_window": teacher, "student_window": student}
+        dual = dual_window_attention(*qkv, **windows, **options)
+        return window_attention(*qkv, window=student, **options), dual[1]
+
+    assert_close(*both(qkv))
 
 
 @pytest.mark.parametrize("case", OTHERS, ids=lambda case: f"{case.name} {case.dtype}")
-def test_decoding_and_convolutions_compute_the_definition(case, float64):
+def test_decoding_and_convolutions_compute_the_definition(case, float64, monkeypatch):
+    monkeypatch.setitem(programs.BOUNDS, "float32", 2e-6)
     op = decoding if isinstance(case, decoding.Case) else convolution
     (row,) = programs.compare(op, case, ("xla",))
     assert row["note"] == ""
