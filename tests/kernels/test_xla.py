@@ -62,9 +62,9 @@ def test_attention_computes_the_definition(name, float64, monkeypatch):
     T, S, N, K, teacher, student, block, has_documents = ATTENTION[name]
     monkeypatch.setattr(xla, "_MAX_BLOCK", block)
     case = attention.Case(name, T, N, K, 4, teacher, student, 2, S, 0.7, has_documents, "float64")
-    ways = ("xla", "lse")[: 1 + (name in IN_TWO_CALLS)]
-    rows = programs.compare(attention, case, ways)
-    assert [(row["implementation"], row["note"]) for row in rows] == [(x, "") for x in ways]
+    forms = ("xla", "lse")[: 1 + (name in IN_TWO_CALLS)]
+    rows = programs.compare(attention, case, forms)
+    assert [(row["implementation"], row["note"]) for row in rows] == [(x, "") for x in forms]
     qkv = draw(0, (2, T, N, 4), *[(2, S, K, 4)] * 2)
     ids = None if case.ids is None else jnp.asarray(case.ids)
     options = {"segment_ids": ids, "scale": 0.7, "implementation": "xla"}
