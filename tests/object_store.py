@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from xml.sax.saxutils import escape
 
+from ttcd_jax import storage
+
 _GCS = "/storage/v1/b/"
 
 
@@ -58,9 +60,14 @@ def listening(handler: type, **facts: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def serving() -> Iterator[ObjectStore]:
+    """A server, and no client in this process that has asked another."""
     store = ObjectStore()
-    with listening(_Handler, store=store) as store.address:
-        yield store
+    storage._bucket.cache_clear()
+    try:
+        with listening(_Handler, store=store) as store.address:
+            yield store
+    finally:
+        storage._bucket.cache_clear()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
