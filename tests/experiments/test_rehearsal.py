@@ -16,7 +16,7 @@ from ttcd_jax.commands import plan
 from ttcd_jax.commands.rehearsal import Rehearsal
 from ttcd_jax.data.sources import MixtureConfig, RecordsConfig, TextConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig, train_tokenizer
-from ttcd_jax.errors import DataError, ResourceError, UserError
+from ttcd_jax.errors import CheckpointError, DataError, ResourceError, UserError
 from ttcd_jax.run import build
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.run.start import inherited_model
@@ -103,8 +103,14 @@ def test_a_mistake_in_each_part_is_named_and_the_others_are_tried(folder, capsys
     Rehearsal(config, RunDirectory(claimed), None).run()
     assert _tried(capsys) == dict.fromkeys(PARTS, "ok")
     assert sorted(folder.rglob("*")) == before
-    # The run that it starts from.
+    # That run, whose data have changed since.
+    corpora.records(corpora.text_folder(folder / "less", TEXTS[1:]), folder / "others")
+    others = config.replace(data=config.data.replace(paths=str(folder / "others")))
+    assert _failed(others, claimed, capsys, DataError) == (["data"], ["model", "evaluations"])
+    # The run that it starts from: there is none, or none of its checkpoints.
     assert _failed(config.replace(start_from=str(folder / "none")), run, capsys) == (["model"], [])
+    untrained = config.replace(start_from=str(claimed))
+    assert _failed(untrained, run, capsys, CheckpointError) == (["model"], [])
     # Held-out text.
     none = _of_records(folder, evaluations=(Perplexity(text=str(folder / "none")),))
     assert _failed(none, run, capsys, DataError) == (["evaluations"], [])
@@ -165,6 +171,8 @@ def test_a_bucket_is_tried_and_emptied(folder, capsys, monkeypatch):
         inherit = inherited_model(run_dir)
         words = "RunConfig.start_from 's3://bucket/other' gives no model: PERMISSION_DENIED"
         refused(words, inherit, "model", {"start_from": "s3://bucket/other"})
+        words = "RunConfig.start_from '/other' gives no model: /other is not a run directory"
+        refused(words, inherit, "model", {"start_from": "/other"})
 
 
 def test_the_command_tries_what_it_can(tmp_path):

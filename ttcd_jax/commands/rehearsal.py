@@ -2,9 +2,11 @@
 
 The parts, each tried even if another one failed, unless it needs that one:
 
-    data         token records: manifests, the digest of the first shard, the first row; text: all
+    data         token records: manifests, the digest of the first shard, the first row; text: all;
+                 they are those of the run in the run directory
     tokenizer    it reads a text back, and makes the first row of text
-    model        it fits the data and the run that it starts from; trackers can be started
+    model        it fits the data and the run that it starts from, which has an intact checkpoint;
+                 trackers can be started
     evaluations  their rows are made from the validation split
     step         it is laid out and compiled
     memory       it fits the devices
@@ -27,7 +29,13 @@ from ttcd_jax import storage
 from ttcd_jax.commands import plan
 from ttcd_jax.data import records
 from ttcd_jax.data.pipeline import Batches, RowSource
-from ttcd_jax.data.sources import MixtureConfig, RecordsConfig, TextConfig, corpus_rows
+from ttcd_jax.data.sources import (
+    MixtureConfig,
+    RecordsConfig,
+    TextConfig,
+    check_unchanged,
+    corpus_rows,
+)
 from ttcd_jax.data.tokenizer import build_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError, ResourceError, UserError
 from ttcd_jax.measure.task import Subject
@@ -42,6 +50,7 @@ from ttcd_jax.units import size
 
 TEXT = "The same text, read back: 0123456789."
 _NEEDS = {"model": {"tokenizer", "data"}, "evaluations": {"tokenizer", "data"}, "memory": {"step"}}
+_TEXTS = TextConfig | RecordsConfig | MixtureConfig
 _FAILURES = (UserError, OSError, jax.errors.JaxRuntimeError)
 
 
@@ -60,7 +69,7 @@ class Rehearsal:
         `UserError` naming the parts that failed, with the exit status of the first."""
         failed = dict[str, Exception]()
         parts: dict[str, Callable[[], str]] = {"data": self.data}
-        if isinstance(self.config.data, TextConfig | RecordsConfig | MixtureConfig):
+        if isinstance(self.config.data, _TEXTS):
             parts["tokenizer"] = self.tokenizer
         parts["model"] = self.model
         if self.config.evaluate_every is not None:
@@ -97,6 +106,8 @@ class Rehearsal:
                 part.identity()
             else:
                 build.build_data(config, range(1))
+        if isinstance(config.data, _TEXTS):
+            check_unchanged(self.run_dir.path, config.data.identity)
         return ", ".join(type(part).__name__ for part in parts)
 
     def tokenizer(self) -> str:
@@ -119,11 +130,14 @@ class Rehearsal:
     def model(self) -> str:
         config = self.config
         build.check(config)
+        text = f"{config.model.method}, vocabulary of {config.model.vocab_size:,}"
         if config.start_from is not None and not self.run_dir.is_claimed:
             plan_start(config)
+            with open_checkpoints(RunDirectory(config.start_from)) as checkpoints:
+                text += f"; starts from step {checkpoints.newest()}"
         for name in config.trackers:
             TRACKERS.named(name)()
-        return f"{config.model.method}, vocabulary of {config.model.vocab_size:,}"
+        return text
 
     def evaluations(self) -> str:
         data, model = self.config.data, abstract_model(self.config.model)

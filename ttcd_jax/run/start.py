@@ -43,9 +43,10 @@ def inherited_model(run_dir: RunDirectory | None = None) -> Inherit:
             return model_config(run_dir)
         try:
             return starting_model(start_from)
-        except OSError as error:  # of a bucket; gin would hide the address
-            text = f"RunConfig.start_from {start_from!r} gives no model: {error.strerror}"
-            raise UserError(text) from error
+        except (UserError, OSError) as error:  # of a bucket; gin would hide the address
+            kind = type(error) if isinstance(error, UserError) else UserError
+            reason = getattr(error, "strerror", error)
+            raise kind(f"RunConfig.start_from {start_from!r} gives no model: {reason}") from error
 
     return inherit
 

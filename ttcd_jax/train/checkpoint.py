@@ -249,6 +249,10 @@ class Checkpoints:
             with contextlib.suppress(*_WRITE_ERRORS):  # of the write that `wait` has reported
                 self._manager.close()
 
+    def newest(self) -> int:
+        """The step that `restore` takes, by the policy above. Raises `CheckpointError` for none."""
+        return self._judged(None)[0]
+
     def restore(
         self, abstract_state: dict[str, Any], step: int | None = None
     ) -> tuple[int, dict[str, Any]]:
