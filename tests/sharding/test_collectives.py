@@ -43,6 +43,7 @@ def test_devices_are_found_however_they_are_written(groups, axes, nodes):
         ("f32[2] reduce-scatter(%x), replica_groups=[2,8]<=[16]", 56, 2 / 8),
         ("f32[16] all-to-all(%x), replica_groups=[2,8]<=[16]", 56, 4 / 7),
         ("(f32[8], s8[4]) all-to-all(%x, %y), replica_groups=[4,4]<=[16]", 27, 0),
+        ("f32[12] all-to-all(%x), replica_groups=[2,6]<=[12]", 40, 8 / 15),  # four here, two there
         ("pred[16] collective-permute(%x), source_target_pairs={{0,1},{1,2},{2,3}}", 16, 0),
         ("f32[4] collective-permute(%x), source_target_pairs={{0,4},{4,8}}", 16, 1),
     ],

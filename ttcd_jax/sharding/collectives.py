@@ -10,7 +10,7 @@ sends is, of n devices of which g share a node,
     collective-permute           S, to one other
 
 A ring leaves a node at one of g hops, and NCCL lays one through each of a node's network cards:
-1 / g of its bytes cross the network, (n - g) / (n - 1) of those to each of the others.
+1 / g of its bytes cross the network, (n - g) / (n - 1) of those to each of the others, on average.
 """
 
 import functools
@@ -125,15 +125,15 @@ def _collective(
     kind: str, result: str, groups: np.ndarray, mesh: Mapping[str, int], node_size: int
 ) -> Collective:
     size, count = _bytes(result), groups.shape[1]
-    in_node = [len({*x}) for x in (groups // node_size).tolist()]
-    nodes, places = max(in_node), np.unravel_index(groups, [*mesh.values()])
+    where, places = groups // node_size, np.unravel_index(groups, [*mesh.values()])
+    nodes = max(len({*x}) for x in where.tolist())
     axes = [name for name, x in zip(mesh, places, strict=True) if (x != x[:, :1]).any()]
     if kind in _RING:
         whole = size * count if kind == "reduce-scatter" else size
         sent, crossing = _RING[kind] * whole * (count - 1) / count, nodes / count
     elif kind == "all-to-all":
         sent = size * (count - 1) / count
-        crossing = (count - count / nodes) / max(count - 1, 1)
+        crossing = np.mean(where[..., None] != where[:, None]) * count / max(count - 1, 1)
     elif kind == "collective-permute":
         sent, crossing = size, 1.0
     else:
