@@ -208,14 +208,13 @@ def agree(what: str, values: Mapping[str, Any], seconds: float = 600) -> None:
         raise UserError(f"the processes of this job differ: {found[0]}; start all of them alike")
 
 
-def surroundings() -> dict[str, Any]:
+def surroundings() -> dict[str, str]:
     """The code, versions and settings of JAX and XLA of this process, but where XLA dumps."""
-    code = [verified.source(), verified.source(Path(__file__).parents[1])]
-    values = {"code": code, **{name: metadata.version(name) for name in PACKAGES}}
+    code = {"kernels": verified.source(), "code": verified.source(Path(__file__).parents[1])}
+    values = code | {name: metadata.version(name) for name in PACKAGES}
     values |= {name: str(jax.config.values[name]) for name in _SETTINGS}
-    for name in _FLAGS:
-        given = os.environ.get(name, "").split()
-        values[name] = sorted(x for x in given if not x.startswith("--xla_dump"))
+    given = ((name, x.partition("=")) for name in _FLAGS for x in os.environ.get(name, "").split())
+    values |= {f"{name} {x[0]}": x[2] for name, x in given if not x[0].startswith("--xla_dump")}
     return values
 
 
