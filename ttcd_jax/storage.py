@@ -93,8 +93,7 @@ def fetch(
         return path
     found = names(path)
     if UNFINISHED in found:
-        text = "its writer was killed, or is writing yet: write it again"
-        raise OSError(errno.EIO, text, str(path))
+        raise OSError(errno.EIO, "its writer was killed, or writes yet: write it again", str(path))
     busy = root() / ".locks" / str(path.absolute()).replace("/", "%")[-200:]
     busy.parent.mkdir(parents=True, exist_ok=True)
     with busy.open("a") as handle:  # of the processes of this machine one downloads

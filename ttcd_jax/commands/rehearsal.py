@@ -2,11 +2,9 @@
 
 The parts, each tried even if another one failed, unless it needs that one:
 
-    data         token records: manifests, the digest of the first shard, the first row; text: all;
-                 they are those of the run in the run directory
+    data         token records: manifests, the digest of the first shard, the first row; text: all
     tokenizer    it reads a text back, and makes the first row of text
-    model        it fits the data and the run that it starts from, which has an intact checkpoint;
-                 trackers can be started
+    model        it fits the data and an intact run that it starts from; trackers can be started
     evaluations  their rows are made from the validation split
     step         it is laid out and compiled
     memory       it fits the devices
@@ -27,15 +25,8 @@ import numpy as np
 
 from ttcd_jax import storage
 from ttcd_jax.commands import plan
-from ttcd_jax.data import records
+from ttcd_jax.data import records, sources
 from ttcd_jax.data.pipeline import Batches, RowSource
-from ttcd_jax.data.sources import (
-    MixtureConfig,
-    RecordsConfig,
-    TextConfig,
-    check_unchanged,
-    corpus_rows,
-)
 from ttcd_jax.data.tokenizer import build_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError, ResourceError, UserError
 from ttcd_jax.measure.task import Subject
@@ -44,13 +35,12 @@ from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import REHEARSAL, RunDirectory, open_checkpoints
 from ttcd_jax.run.start import plan_start
 from ttcd_jax.run.trackers import TRACKERS
-from ttcd_jax.train.checkpoint import Checkpoints, check_directory
+from ttcd_jax.train.checkpoint import Checkpoints
 from ttcd_jax.train.state import abstract_model
 from ttcd_jax.units import size
 
 TEXT = "The same text, read back: 0123456789."
 _NEEDS = {"model": {"tokenizer", "data"}, "evaluations": {"tokenizer", "data"}, "memory": {"step"}}
-_TEXTS = TextConfig | RecordsConfig | MixtureConfig
 _FAILURES = (UserError, OSError, jax.errors.JaxRuntimeError)
 
 
@@ -69,7 +59,7 @@ class Rehearsal:
         `UserError` naming the parts that failed, with the exit status of the first."""
         failed = dict[str, Exception]()
         parts: dict[str, Callable[[], str]] = {"data": self.data}
-        if isinstance(self.config.data, _TEXTS):
+        if isinstance(self.config.data, sources.Texts):
             parts["tokenizer"] = self.tokenizer
         parts["model"] = self.model
         if self.config.evaluate_every is not None:
@@ -97,17 +87,17 @@ class Rehearsal:
     def data(self) -> str:
         config, parts = self.config, self._parts()
         for part in parts:
-            if isinstance(part, RecordsConfig):
+            if isinstance(part, sources.RecordsConfig):
                 part.manifests()
                 for folder in part.located():
                     shard = records.open_records(folder, "train", num_shards=1)
-                    self._first_row(corpus_rows(shard, part, config.seed, config.seed)[0])
-            elif isinstance(part, TextConfig):
+                    self._first_row(sources.corpus_rows(shard, part, config.seed, config.seed)[0])
+            elif isinstance(part, sources.TextConfig):
                 part.identity()
             else:
                 build.build_data(config, range(1))
-        if isinstance(config.data, _TEXTS):
-            check_unchanged(self.run_dir.path, config.data.identity)
+        if isinstance(config.data, sources.Texts):
+            sources.check_unchanged(self.run_dir.path, config.data.identity)
         return ", ".join(type(part).__name__ for part in parts)
 
     def tokenizer(self) -> str:
@@ -116,13 +106,13 @@ class Rehearsal:
         if (read := tokenizer.decode(tokenizer.encode(TEXT))) != TEXT:
             raise DataError(f"the tokenizer reads {TEXT!r} back as {read!r}: take another")
         for part in self._parts():
-            if isinstance(part, TextConfig):
+            if isinstance(part, sources.TextConfig):
                 self._first_row(part.rows(self.config.seed)[0])
         return f"{tokenizer.vocab_size:,} entries"
 
     def _parts(self) -> Sequence[Any]:
         data = self.config.data
-        return data.parts if isinstance(data, MixtureConfig) else (data,)
+        return data.parts if isinstance(data, sources.MixtureConfig) else (data,)
 
     def _first_row(self, rows: RowSource) -> None:
         Batches(rows, batch_size=1, vocab_size=self.config.model.vocab_size).at(0)
@@ -130,14 +120,13 @@ class Rehearsal:
     def model(self) -> str:
         config = self.config
         build.check(config)
-        text = f"{config.model.method}, vocabulary of {config.model.vocab_size:,}"
         if config.start_from is not None and not self.run_dir.is_claimed:
             plan_start(config)
             with open_checkpoints(RunDirectory(config.start_from)) as checkpoints:
-                text += f"; starts from step {checkpoints.newest()}"
+                checkpoints.newest()
         for name in config.trackers:
             TRACKERS.named(name)()
-        return text
+        return f"{config.model.method}, vocabulary of {config.model.vocab_size:,}"
 
     def evaluations(self) -> str:
         data, model = self.config.data, abstract_model(self.config.model)
@@ -163,7 +152,6 @@ class Rehearsal:
         """In a folder of its own, which is removed with all folders above that were not there."""
         path = self.run_dir.path
         self.run_dir.fetch()
-        check_directory(self.run_dir.checkpoints)
         self.run_dir.check_free()
         if self.run_dir.is_claimed:
             config = self.config.to_dict()

@@ -299,12 +299,11 @@ class BatchesConfig(configs.Config):
     vocab_size: ClassVar[int] = 0  # tokens are checked batch by batch
 
 
-DataConfig = (
-    TextConfig | RecordsConfig | MixtureConfig | RecallConfig | EvidenceConfig | BatchesConfig
-)
+Texts = TextConfig | RecordsConfig | MixtureConfig
+DataConfig = Texts | RecallConfig | EvidenceConfig | BatchesConfig
 
 
-def text_data(data: dict[str, Any]) -> TextConfig | RecordsConfig | MixtureConfig | None:
+def text_data(data: dict[str, Any]) -> Texts | None:
     """The data configuration of a run as an object, if it is text."""
     return _one_of(data, TextConfig, RecordsConfig, MixtureConfig)
 

@@ -84,8 +84,7 @@ class RunDirectory:
             for file in () if is_locked else self.path.glob("lock"):
                 with file.open() as handle:
                     storage.lock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            own = ("lock", "checkpoints")
-            storage.fetch(self.path, lambda name: name.partition("/")[0] not in own)
+            storage.fetch(self.path, lambda x: x.partition("/")[0] not in ("lock", "checkpoints"))
             fetch_steps(self.checkpoints)
 
     @property

@@ -127,20 +127,19 @@ def _collective(
     size, count = _bytes(result), groups.shape[1]
     where, places = groups // node_size, np.unravel_index(groups, [*mesh.values()])
     nodes = max(len({*x}) for x in where.tolist())
-    axes = [name for name, x in zip(mesh, places, strict=True) if (x != x[:, :1]).any()]
+    axes = " x ".join(n for n, x in zip(mesh, places, strict=True) if (x != x[:, :1]).any())
     if kind in _RING:
         whole = size * count if kind == "reduce-scatter" else size
-        sent, crossing = _RING[kind] * whole * (count - 1) / count, nodes / count
+        sent, crossing = _RING[kind] * whole * (count - 1) / count, (nodes > 1) * nodes / count
     elif kind == "all-to-all":
         sent = size * (count - 1) / count
         crossing = np.mean(where[..., None] != where[:, None]) * count / max(count - 1, 1)
     elif kind == "collective-permute":
-        sent, crossing = size, 1.0
+        sent, crossing = size, nodes > 1
     else:
         raise ValueError(f"a collective of the kind {kind}")
     array = ", ".join(f"{x}[{y}]" for x, y in _ARRAY.findall(result))
-    crossing = float(crossing) if nodes > 1 else 0.0
-    return Collective(kind, " x ".join(axes), array, count, nodes, float(sent), crossing, False)
+    return Collective(kind, axes, array, count, nodes, float(sent), float(crossing), False)
 
 
 def _bytes(result: str) -> int:

@@ -214,8 +214,7 @@ def surroundings() -> dict[str, str]:
     values = code | {name: metadata.version(name) for name in PACKAGES}
     values |= {name: str(jax.config.values[name]) for name in _SETTINGS}
     given = ((name, x.partition("=")) for name in _FLAGS for x in os.environ.get(name, "").split())
-    values |= {f"{name} {x[0]}": x[2] for name, x in given if not x[0].startswith("--xla_dump")}
-    return values
+    return values | {f"{y} {x[0]}": x[2] for y, x in given if not x[0].startswith("--xla_dump")}
 
 
 def _shown(value: Any) -> str:

@@ -109,8 +109,7 @@ def check_directory(directory: Path) -> None:
 
 def complete_steps(directory: Path) -> list[int]:
     """The complete steps in `directory`, in ascending order: Orbax commits a step by renaming."""
-    paths = directory.glob("*")
-    return sorted(int(path.name) for path in paths if path.name.isdigit() and path.is_dir())
+    return sorted(int(x.name) for x in directory.glob("*") if x.name.isdigit() and x.is_dir())
 
 
 def fetch_steps(directory: Path) -> None:
