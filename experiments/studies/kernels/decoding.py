@@ -119,7 +119,6 @@ def alone(case: Case, kernel: str, tile: tuning.Tile) -> Program:
 def work(case: Case, direction: str) -> Work:
     """Both products of each head over the teacher's window; its keys and values, q and both
     outputs moved once."""
-    assert direction == "forward", direction
     rows = case.batch * case.num_heads * case.head_dim
     keys = case.batch * case.teacher_window * case.num_kv_heads * case.head_dim
     size = jnp.dtype(case.dtype).itemsize
