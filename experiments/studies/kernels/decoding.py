@@ -1,5 +1,4 @@
-"""Cases of decode attention: shapes, definition, implementations, and JAX's attention called once
-per window."""
+"""Cases of decode attention: shapes, definition, implementations, JAX's attention by window."""
 
 import functools
 from collections.abc import Callable, Sequence
