@@ -163,7 +163,7 @@ def test_the_half_hour_ends_in_time_and_goes_on(processes, tmp_path, capsys, mon
     assert len(seen) == len({*seen}) == 75 + 3 + 6 + 8
     assert "times: 8 of 8" in capsys.readouterr().out
     hour.main([*arguments, "9", "--steps", "check", "memcheck", "times", "step"])
-    assert len(seen) == 91
+    assert len(seen) == 92
 
 
 def test_the_first_process_reads_the_libraries_alone(hopper, monkeypatch):
