@@ -91,7 +91,7 @@ def test_a_check_of_all_that_auto_may_take_names_the_gpu(processes, capsys, monk
     assert line in capsys.readouterr().out
     hour.main(["--steps", "check", "--op", "decode"])
     processes[1].append(lambda job: {"note": "failed: " * (job.op == "decode")})
-    with pytest.raises(SystemExit, match="19 of 74 failed"):
+    with pytest.raises(SystemExit, match="19 of 75 failed"):
         hour.main(["--steps", "check"])
     assert line not in capsys.readouterr().out
 
@@ -160,10 +160,10 @@ def test_the_half_hour_ends_in_time_and_goes_on(processes, tmp_path, capsys, mon
     hour.main([*arguments, "9", "--steps", "check", "memcheck", "times", "step"])
     steps = [step for step, _ in itertools.groupby(seen, lambda job: job.step)]
     assert steps == ["check", "memcheck", "step", "times"]
-    assert len(seen) == len({*seen}) == 74 + 3 + 6 + 8
+    assert len(seen) == len({*seen}) == 75 + 3 + 6 + 8
     assert "times: 8 of 8" in capsys.readouterr().out
     hour.main([*arguments, "9", "--steps", "check", "memcheck", "times", "step"])
-    assert len(seen) == 91
+    assert len(seen) == 92
 
 
 def test_the_first_process_reads_the_libraries_alone(hopper, monkeypatch):

@@ -68,12 +68,14 @@ _CHECK = (
     Case("131 of 333, 100/45 H3/1 D80", 131, 3, 1, 80, 100, 45, num_keys=333),
     Case("257, 194/66 H2/2 D96", 257, 2, 2, 96, 194, 66),
 )
-# Once: one query, equal windows, exponentials that overflow, every loop, and offsets past 2^31.
+# Once: one query, equal windows, exponentials that overflow, every loop and sums so long that their
+# rounding to 16 bits shows, and offsets past 2^31.
 _MORE = (
     Case("1 of 200, 150/70 H4/2 D128", 1, 4, 2, 128, 150, 70, num_keys=200),
     Case("200, 64/64 H2/1 D64, scale 0", 200, 2, 1, 64, 64, 64, scale=0.0),
     Case("77 of 301, 150/70 H2/1 D64, scale 4", 77, 2, 1, 64, 150, 70, 1, 301, 4, dtype="float16"),
     Case("4095 of 4197, 1253/488 H4/2 D128", 4095, 4, 2, 128, 1253, 488, num_keys=4197),
+    Case("4095 of 4197, 1253/488 H4/2 D128", 4095, 4, 2, 128, 1253, 488, 1, 4197, dtype="float16"),
     Case("4K 1024/512 documents", 4096, 2, 2, 64, 1024, 512, batch=2, has_documents=True),
     Case("2 x 514K 64/32 H16/2 D128", 526_336, 16, 2, 128, 64, 32, batch=2, num_compared=300),
 )

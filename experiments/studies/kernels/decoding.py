@@ -1,5 +1,4 @@
-"""Cases of decode attention: shapes, definition, implementations, and JAX's attention called once
-per window."""
+"""Cases of decode attention: shapes, definition, implementations, JAX's attention by window."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -119,7 +118,6 @@ def alone(case: Case, kernel: str, tile: tuning.Tile) -> Program:
 def work(case: Case, direction: str) -> Work:
     """Both products of each head over the teacher's window; its keys and values, q and both
     outputs moved once."""
-    assert direction == "forward", direction
     rows = case.batch * case.num_heads * case.head_dim
     keys = case.batch * case.teacher_window * case.num_kv_heads * case.head_dim
     size = jnp.dtype(case.dtype).itemsize

@@ -16,12 +16,9 @@ from experiments.studies.kernels.bench import UNIT
 from experiments.studies.kernels.programs import FAILED
 from experiments.studies.kernels.runner import Job, job_of
 
-_HIDDEN = (*Job._fields, "surroundings", "note")
-
 
 def rows_of(report: Row) -> list[Row]:
-    """The first line of a file of records, and its rows. The last counts of a job
-    measured again."""
+    """The first line of a file of records, and its rows: of a job measured again the last."""
     rows = list({job_of(row): row for row in report["rows"]}.values())
     first, *_ = report["surroundings"].values()
     steps = dict.fromkeys(row["step"] for row in rows)
@@ -45,7 +42,7 @@ def _fields(rows: list[Row]) -> Iterator[tuple[str, object]]:
         for name, value in row.items():
             if name.endswith(UNIT) and value is not None:
                 yield f"{row['case']} {name.removesuffix(UNIT)}", value
-            elif rows[0]["step"] != "times" and name not in _HIDDEN:
+            elif rows[0]["step"] != "times" and name not in (*Job._fields, "surroundings", "note"):
                 yield name, value
 
 

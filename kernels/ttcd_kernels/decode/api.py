@@ -49,8 +49,8 @@ def decode_attention_with_lse(
     32, 64, 80, 96, 128, up to 64 query heads per kv head: one reads each key of the teacher's
     window once, in slices, the other merges these. Heads of 80 and 96 are multiplied as 128 columns
     (1.6 and 1.33 times the products), and read and written as they are. "xla" masks the whole
-    cache; "auto" is the first of them that can run. Raises `ValueError` for shapes or windows that
-    do not fit, naming both numbers, and when differentiated.
+    cache; "auto" is "triton" where it can run and has been checked, else "xla". Raises `ValueError`
+    for shapes or windows that do not fit, naming both numbers, and when differentiated.
     """
     check_operands("B N H", q=q, k_cache=k_cache, v_cache=v_cache)
     B = len(q)

@@ -70,9 +70,8 @@ def _cudnn(q: Queries, k: Keys, v: Keys, ids: None, window: int, scale: float) -
     q = jnp.pad(q, ((0, 0), (halo, 0), (0, 0), (0, 0)))
     if scale <= 0:
         q = q * jnp.asarray(np.sign(scale), q.dtype)
-    options: dict[str, Any] = {"scale": abs(scale) or 1.0, "return_residual": True}
-    options |= {"mask_type": MaskType.CAUSAL}
-    options |= {"sliding_window_length": window} if window < S else {}
+    options = {"sliding_window_length": window} if window < S else {}
+    options |= {"scale": abs(scale) or 1.0, "mask_type": MaskType.CAUSAL, "return_residual": True}
     attention: Any = dot_product_attention  # the type of its result depends on its options
     out, lse = attention(q, k, v, **options)
     return out[:, halo:], lse.swapaxes(1, 2)[:, halo:]
