@@ -48,7 +48,7 @@ RECORDS = [
 HELD = {"macro_accuracy_off": 0.1, "memory_ratio": (0.5, 1.0), "gate_mean": (0.5, 0.25)}
 HELD |= {"window_share": (0.25, 0.0)}
 WITH_MEMORY = record(
-    "compression", "default", "ipttcd", run(0.2, **HELD, key_rank=(3.0, 9.5), curve=(0.1, 0.2))
+    "compression", "default", "ipttcd", run(0.2, **HELD, curve=(0.1, 0.2))
 )
 
 
