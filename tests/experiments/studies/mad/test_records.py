@@ -47,9 +47,7 @@ RECORDS = [
 ]
 HELD = {"macro_accuracy_off": 0.1, "memory_ratio": (0.5, 1.0), "gate_mean": (0.5, 0.25)}
 HELD |= {"window_share": (0.25, 0.0)}
-WITH_MEMORY = record(
-    "compression", "default", "ipttcd", run(0.2, **HELD, curve=(0.1, 0.2))
-)
+WITH_MEMORY = record("compression", "default", "ipttcd", run(0.2, **HELD, curve=(0.1, 0.2)))
 
 
 def test_a_record_has_a_field_for_all_that_a_memory_measures():
