@@ -117,9 +117,8 @@ def test_the_tables_tell_the_budget_the_options_what_failed_and_the_accuracy_wit
         assert part in text
     assert "The memory" not in text
     (row,) = records.memory_table([WITH_MEMORY, RECORDS[3]])
-    *_, on, off, ratio, gate, rank, share = row.values()
-    assert (on, off, ratio, gate, rank) == ("20.0", "10.0", "0.5 1", "0.5 0.25", "3 9.5")
-    assert share == "0.25 0"
+    *_, on, off, ratio, gate, share = row.values()
+    assert (on, off, ratio, gate, share) == ("20.0", "10.0", "0.5 1", "0.5 0.25", "0.25 0")
 
 
 def test_a_file_has_the_record_and_nothing_that_does_not_exist(tmp_path):
