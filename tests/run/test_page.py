@@ -21,7 +21,7 @@ STEPS = {  # of a step: the metrics of training
     2: {"loss": 3.0, "tokens_per_second": 70.0, "memory_ratio/0": 0.1, "memory_ratio/1": 0.3},
     3: {"loss": None, "tokens_per_second": 90.0, "memory_ratio/0": 0.3, "memory_ratio/1": 0.5},
 }
-# Of a step: memory on, off. At step 2 under the label of earlier versions, without the rule.
+# Of a step: memory on, off.
 ACCURACIES = {2: (0.4, 0.1), 3: (0.9, 0.2), 4: (0.6, None)}
 
 
@@ -33,7 +33,7 @@ def made(tmp_path):
         records = [{"step": step} | metrics for step, metrics in STEPS.items()]
         for step, values in ACCURACIES.items():
             names = zip(("fast weights on", "off (eta = 0)"), values, strict=True)
-            found = {f"recall/{model.label if step > 2 else 'IP-TTCD'}, {x}": y for x, y in names}
+            found = {f"recall/{model.label}, {x}": y for x, y in names}
             buckets = {f"{x}/{b}": y for x, y in found.items() for b, y in (("1", 0.0), ("far", y))}
             records.append({"step": step, "distillation/gap_on/1": step / 8} | buckets)
         files = {

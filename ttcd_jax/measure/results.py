@@ -27,8 +27,6 @@ from ttcd_jax.measure.answers import Measured, with_differences
 from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.page import Section, published
 from ttcd_jax.measure.task import Series, Subject, Task, find_task
-from ttcd_jax.methods import method_named
-from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.terminal import say
 
@@ -203,19 +201,7 @@ def read_results(path: Path) -> Results:
         raise DataError(f"{path} is damaged ({error!r}): measure it again") from error
     where = {"run_dir": path.parents[2], "folder": path.parent.name}
     found = {"measured_on": digests, "facts": facts, "series": series}
-    return _of_todays_label(Results(task=task, **where, **header, **found))
-
-
-def _of_todays_label(result: Results) -> Results:
-    """Labels of earlier versions have the bare name of the run's method, not what it changes."""
-    file, old = result.run_dir / "config.json", result.label
-    if not result.method and file.exists():
-        model = TransformerConfig.from_dict(read_json(file).get("model", {}))
-        bare = method_named(model.method).label
-        if f"{old}, ".startswith(f"{bare}, "):
-            new = {"label": model.label + old[len(bare) :], "method": model.label}
-            return dataclasses.replace(result.renamed(old, new["label"]), **new)
-    return result
+    return Results(task=task, **where, **header, **found)
 
 
 def read_all_results(run_dirs: Sequence[Path]) -> dict[str, list[Results]]:

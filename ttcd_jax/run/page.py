@@ -111,15 +111,13 @@ class Run:
         the last bucket, that of all where there is one."""
         file, found = self.path / EVALUATIONS, {}
         cases = read_json(file) if file.is_file() else {}
-        bare = method_named(self.model.method).label  # all that labels of earlier versions have
         for record in self.metrics:
             last = {}
             for key, x in record.items():
                 name, _, rest = key.partition("/")
                 series, _, bucket = rest.rpartition("/")
-                if name in TASKS and series.startswith(bare):
-                    old = self.model.label if series.startswith(self.model.label) else bare
-                    last[name, series_of(series, old, self.label)] = bucket, x
+                if name in TASKS and series.startswith(self.model.label):
+                    last[name, series_of(series, self.model.label, self.label)] = bucket, x
                 elif name in TASKS and series == TASKS[name].value:  # a row is a series
                     last[name, f"{self.label}, {TASKS[name].key} {bucket}"] = "", x
             for (name, series), (bucket, x) in last.items():

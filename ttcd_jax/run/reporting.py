@@ -99,8 +99,8 @@ _QUIETER = (
     "corrects_errors where there is one (docs/loudness.md)"
 )
 _NO_GAP = (
-    "this memory stores hardly anything that the windows make: it is no context distillation; see "
-    "docs/memory.md"
+    "the windows make hardly anything of what this memory stores: whether it distils, a run with "
+    "equal windows says; see docs/memory.md"
 )
 _FINDINGS = {  # of a metric: its bound, 1 where more is bad and -1 where less is, what that means
     "memory_ratio": (2.0, 1, f"the memory outgrows its weight: {_QUIETER}"),

@@ -28,7 +28,6 @@ from ttcd_jax.storage import to_path
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("quick", False, "Tiny sizes where no option gives one.")
 flags.DEFINE_string("output", None, "The JSON file of the report, rewritten after every table.")
-flags.DEFINE_alias("json", "output")
 
 
 def main(argv: list[str]) -> None:

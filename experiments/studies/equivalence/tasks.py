@@ -360,16 +360,3 @@ def summarize(found: Distances) -> Iterator[Cell]:
             yield Cell(name, column, float(np.quantile(values, share)))
         for positions, start, stop in buckets(array.shape[1]):
             yield Cell(positions, name, float(values[:, start:stop].mean()))
-
-
-@register
-class Needles(Equivalence):
-    """Results of a level of earlier versions, which are shown, not measured: needles in a haystack,
-    answered by both."""
-
-    name = "equivalence_task"
-    title = "Needles in a haystack (scores in percent)"
-    key = x_label = "task, length (tokens)"
-    value = "score (%)"
-    columns = "samples", "reference_score", "candidate_score", "identical_share"
-    bars = columns[1:3]

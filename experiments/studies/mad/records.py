@@ -33,7 +33,6 @@ Layers = tuple[float, float] | None  # a number of each fast layer
 _BY_LAYER = {
     "|eta S|/|W|": "memory_ratio",
     "beta": "gate_mean",
-    "key rank": "key_rank",
     "window share": "window_share",
 }
 
@@ -70,11 +69,10 @@ class Recorded(Config):
 
 class Measures(Recorded):
     """The scores of MAD on the test rows, the same with the memory switched off (`*_off`), of each
-    fast layer those of `MemoryStats`, and in earlier records `key_rank`, the effective rank of the
-    keys. What is not finite, or does not exist, is None, and not in the file."""
+    fast layer those of `MemoryStats`. What is not finite, or does not exist, is None, and not in
+    the file."""
 
     gate_mean: Layers = None
-    key_rank: Layers = None
     loss: float | None = None
     loss_off: float | None = None
     macro_accuracy: float
@@ -259,8 +257,8 @@ def score_table(records: Sequence[Record]) -> list[Row]:
 
 def memory_table(records: Sequence[Record]) -> list[Row]:
     """A row per task and method with a memory that can be switched off: accuracy with it on and
-    off (macro, percent), and by layer |eta S| / |W_base|, beta, the keys' effective rank, and the
-    share of the windows in what is written."""
+    off (macro, percent), and by layer |eta S| / |W_base|, beta, and the share of the windows in
+    what is written."""
     rows, labels = [], _labels(records)
     for (task, method), (means, _) in scores(records).items():
         if "macro_accuracy_off" in means:

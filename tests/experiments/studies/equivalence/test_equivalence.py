@@ -264,14 +264,8 @@ def test_precision_shows_at_both_levels_a_limit_stops_and_the_report_shows_all(r
     assert 0 < whole["equal_share"] < 1
     (form,) = run_dir.glob("eval/*distribution*attention*/results.json")
     assert 0 < json.loads(form.read_text())["table"][0]["max"] < 1e-9
-    # A level of earlier versions.
-    cells = {"samples": 2, "reference_score": 50, "candidate_score": 25, "identical_share": 0.5}
-    records = [{"row": "niah_single_1, 1,024", "column": x, "value": y} for x, y in cells.items()]
-    stored |= {"task": "equivalence_task", "series": {f"{stored['label']}, a pair": records}}
-    (run_dir / "eval" / "old").mkdir()
-    (run_dir / "eval" / "old" / "results.json").write_text(json.dumps(stored))
     printed = commands.output("report", f"--run_dir={run_dir}", f"--output={tmp_path}")
     assert printed.count("IP-TTCD, xla, attention, forward against xla, blocked, forward") == 2 + 6
-    for title in ("Units in the last place", "Next tokens", "Needles in a haystack"):
+    for title in ("Units in the last place", "Next tokens"):
         assert f"\n{title}" in printed
     assert (tmp_path / "equivalence_kernel.svg").exists()
