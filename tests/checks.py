@@ -1,6 +1,7 @@
 """Tolerances by dtype, comparisons of trees, and the equations of a jaxpr, for many tests."""
 
 import contextlib
+import functools
 import resource
 from collections.abc import Callable, Iterator, Mapping
 
@@ -16,6 +17,7 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.precision import Precision
 
 
+@functools.lru_cache(4096)
 def typechecked(function: Callable) -> Callable:
     """beartype, except on constructors: a configuration checks its own fields."""
     return function if function.__name__ == "__init__" else beartype(function)

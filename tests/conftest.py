@@ -1,5 +1,6 @@
 """Settings of the whole suite: shapes checked at public boundaries, fast compilation, float64."""
 
+import functools
 import gc
 import logging
 import os
@@ -13,7 +14,7 @@ os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
 
 import jax
 import pytest
-from jaxtyping import install_import_hook
+from jaxtyping import _decorator, install_import_hook
 
 sys.modules["tests.commands"] = commands  # one server of forks under both names
 # Stays installed: modules are imported (and instrumented) by the tests that need them. Of the
@@ -31,6 +32,9 @@ install_import_hook(
     ],
     "checks.typechecked",
 )
+# A nested function is decorated whenever the one around it runs, an eighth of tracing: what checks
+# a signature is made once.
+_decorator._make_fn_with_signature = functools.lru_cache(4096)(_decorator._make_fn_with_signature)
 # Traced programs live as long as their process: full collections of a heap that only grows took an
 # eighth of the suite.
 gc.set_threshold(10_000, 20, 1_000)
@@ -52,11 +56,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests run first, so that two workers end together, those of a large model before
-    small ones, after which a process keeps what it freed, in pieces. Nothing is stolen from the
-    front: the soak stays on one worker, and its undisturbed runs are trained once."""
+    """Files with tests of more than 20 seconds run first, so that two workers end together, those of
+    a large model before small ones, after which a process keeps what it freed, in pieces. Nothing
+    is stolen from the front: the soak stays on one worker, and its undisturbed runs are trained
+    once."""
     first = ("test_docs", "test_pods", "test_smollm2", "test_soak", "test_equality")
-    first += ("test_simulated", "test_machine_code", "test_hugging_face_export")
+    first += ("test_in_place", "test_mutations", "test_every_evaluation", "test_processes")
+    first += ("test_simulated", "test_sinks", "test_machine_code", "test_hugging_face_export")
     items.sort(key=lambda item: [item.path.stem != name for name in first])
 
 
