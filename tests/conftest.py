@@ -56,8 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with tests of more than 20 seconds run first: two workers end together. Those of a large
-    model come before small ones, after which a process keeps what it freed, in pieces. Nothing is
+    """Files with tests of more than 20 seconds run first: both workers end together. Large
+    models come before small ones, after which a process keeps what it freed, in pieces. Nothing is
     stolen from the front: the soak stays on one worker, and its undisturbed runs are trained once.
     """
     first = ("test_docs", "test_pods", "test_smollm2", "test_soak", "test_equality")
