@@ -56,10 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with tests of more than 20 seconds run first, so that two workers end together, those of
-    a large model before small ones, after which a process keeps what it freed, in pieces. Nothing
-    is stolen from the front: the soak stays on one worker, and its undisturbed runs are trained
-    once."""
+    """Files with tests of more than 20 seconds run first: both workers end together. Large
+    models come before small ones, after which a process keeps what it freed, in pieces. Nothing is
+    stolen from the front: the soak stays on one worker, and its undisturbed runs are trained once.
+    """
     first = ("test_docs", "test_pods", "test_smollm2", "test_soak", "test_equality")
     first += ("test_in_place", "test_mutations", "test_every_evaluation", "test_processes")
     first += ("test_simulated", "test_sinks", "test_machine_code", "test_hugging_face_export")
