@@ -176,7 +176,7 @@ def main(argv: list[str]) -> None:
     for size, n, overlap in [*cases, *((size, NUM_FILLERS[0], 0.0) for size in others)]:
         memory = IdealMemoryConfig(chunk_size=size, eta=ETA)
         row = {"setting": f"chunks of {size}, {n} between, overlap {overlap}"}
-        row |= {"rate": memory.eta / size}
+        row |= {"rate": memory.eta / size, "overlap": overlap}
         rows.append(row | summary(draw(memory, n, overlap, FLAGS.seed, FLAGS.num_draws)))
     print(format_table(rows))
     is_held = not any(row["below_bound"] for row in rows if not row["overlap"])

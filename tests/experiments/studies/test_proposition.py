@@ -146,7 +146,7 @@ def test_the_command_writes_its_numbers_and_a_bound_that_fails_is_exit_status_1(
     for row, size in ((calm, 4), (single, 1)):
         assert row["row"] == f"chunks of {size}, 8 between, overlap 0.0"
         assert (row["rate"], row["draws"]) == (0.3 / size, 6)
-        assert (row["key_cosine"], row["below_bound"]) == (0, status)
+        assert (row["overlap"], row["key_cosine"], row["below_bound"]) == (0, 0, status)
         assert row["max_|ratio-1|"] < 1e-10
     cosines = [row["key_cosine"] for row in disturbed]
     assert 0 < cosines[0] < cosines[2] == sorted(cosines)[2]
