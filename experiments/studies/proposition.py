@@ -1,6 +1,6 @@
 """Proposition 1: how a fact that only the teacher saw affects a later query.
 
-    python -m experiments.proposition [--output=runs/proposition] [--num_draws=200] [--seed=0]
+    python -m experiments.proposition [--records=FILE] [--num_draws=200] [--seed=0]
 
 A span is inside the teacher's and outside the student's window of a query q1 (chunk i1). A later
 query q2 (chunk i2) has a key like q1's. With features z(T), z(S) of teacher and student, y = z W_i1
@@ -14,6 +14,7 @@ it is an equality. Random blocks with the ideal memory read random rows in float
 keys and, in chunks of one token, others. Exit status 1 if an orthogonal case breaks it.
 """
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,20 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from flax import nnx
-from ttcd_kernels.measure import environment
 from ttcd_kernels.table import format_table
 
 from ttcd_jax import Block, Precision
 from ttcd_jax.commands import cli
 from ttcd_jax.errors import UserError
-from ttcd_jax.files import write_json
+from ttcd_jax.measure.page import Section
 from ttcd_jax.methods.ideal import IdealMemoryConfig
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.nn.row import Row
-from ttcd_jax.storage import to_path
+from ttcd_jax.run.page import write_records
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("output", "runs/proposition", "Folder for the numbers.")
+flags.DEFINE_string("records", None, "Write a JSON line per row, for the tables of pages.")
 flags.DEFINE_integer("seed", 0, "Of blocks and sequences.", lower_bound=0)
 flags.DEFINE_integer("num_draws", 200, "Blocks and sequences per setting.", lower_bound=1)
 
@@ -171,21 +171,21 @@ def summary(measured: Measured) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     jax.config.update("jax_enable_x64", True)
-    file, rows = to_path(FLAGS.output) / "proposition.json", []
-    report = {"seed": FLAGS.seed, "num_draws": FLAGS.num_draws, "eta": ETA}
-    report |= {"environment": environment(), "rows": rows}
-    write_json(file, report)  # an error is reported before the work
-    size, *others = CHUNK_SIZES
+    rows, (size, *others) = [], CHUNK_SIZES
     cases = [(size, n, overlap) for n in NUM_FILLERS for overlap in OVERLAPS]
     for size, n, overlap in [*cases, *((size, NUM_FILLERS[0], 0.0) for size in others)]:
         memory = IdealMemoryConfig(chunk_size=size, eta=ETA)
-        row = {"chunk_size": size, "rate": memory.eta / size, "fillers": n, "overlap": overlap}
+        row = {"setting": f"chunks of {size}, {n} between, overlap {overlap}"}
+        row |= {"rate": memory.eta / size, "overlap": overlap}
         rows.append(row | summary(draw(memory, n, overlap, FLAGS.seed, FLAGS.num_draws)))
     print(format_table(rows))
     is_held = not any(row["below_bound"] for row in rows if not row["overlap"])
-    write_json(file, report | {"bound_held": is_held})
     verdict = "held in every" if is_held else "FAILED in an"
-    print(f"\nthe bound {verdict} orthogonal case; numbers in {FLAGS.output}")
+    print(f"\nthe bound {verdict} orthogonal case")
+    if FLAGS.records is not None:
+        command, on = cli.command_line("proposition"), f"{FLAGS.num_draws} draws a setting, float64"
+        sections, facts = [Section("Proposition 1", rows)], {"seeds": [FLAGS.seed], "on": on}
+        write_records(Path(FLAGS.records), sections, (), command, **facts)
     raise SystemExit(int(not is_held))
 
 

@@ -53,8 +53,12 @@ def test_every_task_runs_from_its_options_to_the_page(tmp_path):
         subject = subjects[RUNS.get(name, "quickstart")]
         options = [option.replace("=HERE", f"={tmp_path}") for option in SMALL[name]]
         if name == "ppl":
-            line = f"--run_dir={subject.run_dir}", f"--task={name}", *options
+            file = tmp_path / "x.jsonl"
+            line = f"--run_dir={subject.run_dir}", f"--task={name}", *options, f"--records={file}"
             assert commands.output("evaluate", *line).startswith(task.title)
+            head, *rows = map(json.loads, file.read_text().splitlines())
+            assert "experiments.evaluate --run_dir=DIR --task=ppl" in head["command"]
+            assert [x["section"] for x in rows] == [task.title] * len(rows) != []
         else:
             evaluate(parse_options(task, f"task {name}", options), subject, 2).write()
         folder = subject.run_dir / "eval" / name

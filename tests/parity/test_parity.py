@@ -1,6 +1,7 @@
 """Parity: every file of reference values passes, every damage to one fails, the command reports."""
 
 import io
+import json
 import shutil
 from pathlib import Path
 
@@ -120,20 +121,27 @@ def test_the_command_reports_each_file(tmp_path):
     np.savez(tmp_path / "c_tampered.npz", **tampered)
     (tmp_path / "d_damaged.npz").write_text("not an archive")
     np.savez(tmp_path / "e_unknown.npz", config_json=np.array('{"kind": "another"}'))
-    result = commands.run("tests.parity", f"--golden_dir={tmp_path}")
+    file = tmp_path / "x.jsonl"
+    result = commands.run("tests.parity", f"--golden_dir={tmp_path}", f"--records={file}")
     assert result.returncode == 1
-    good, tampered, damaged, unknown, *end = result.stdout.splitlines()
-    assert good.split()[:3] == ["ok", "a_good.npz", "ipttcd_mlp"]
-    assert tampered.split()[:3] == ["FAIL", "c_tampered.npz", "ipttcd_mlp"]
-    assert damaged.split()[:2] == ["FAIL", "d_damaged.npz"]
-    assert unknown.startswith("FAIL  e_unknown.npz")
-    assert "kind 'another' has no check" in unknown
-    assert end == ["float32", "1 passed, 3 failed"]
+    *lines, end = result.stdout.splitlines()
+    for dtype, found in zip(("float32", "float64"), (lines[:4], lines[4:]), strict=True):
+        good, tampered, damaged, unknown = found
+        assert good.split()[:4] == ["ok", dtype, "a_good.npz", "ipttcd_mlp"]
+        assert tampered.split()[:4] == ["FAIL", dtype, "c_tampered.npz", "ipttcd_mlp"]
+        assert damaged.split()[:3] == ["FAIL", dtype, "d_damaged.npz"]
+        assert unknown.startswith(f"FAIL  {dtype}  e_unknown.npz")
+        assert "kind 'another' has no check" in unknown
+    assert end == "2 passed, 6 failed"
     assert "Traceback" not in result.stderr
+    head, row = map(json.loads, file.read_text().splitlines())
+    assert head["command"].startswith("python -m tests.parity --golden_dir=DIR --records=")
+    errors = [float(lines[x].split()[4]) for x in (1, 5)]
+    assert [row["float32"], row["float64"]] == pytest.approx(errors, rel=0.05)
 
 
 def test_the_command_succeeds_when_all_pass_and_refuses_an_empty_folder(tmp_path):
-    line = "tests.parity", f"--golden_dir={tmp_path}", "--float64"
+    line = "tests.parity", f"--golden_dir={tmp_path}"
     assert str(tmp_path) in commands.refused(*line)
     shutil.copy(GOLDEN / MLP_FILE, tmp_path)
-    assert commands.output(*line).splitlines()[1:] == ["float64", "1 passed, 0 failed"]
+    assert commands.output(*line).splitlines()[2:] == ["2 passed, 0 failed"]

@@ -2,7 +2,7 @@
 
     ttcd evaluate --run_dir=DIR --task=NAME [--text=PATH] [--step=N] [--OPTION=VALUE ...]
                   [--param=TransformerConfig.window=8192 ...] [--label=NAME]
-                  [--mesh=data=2,seq=2] [--distributed=slurm]
+                  [--mesh=data=2,seq=2] [--distributed=slurm] [--records=FILE]
     ttcd evaluate --help                   the tasks
     ttcd evaluate --task=NAME --help       the options of a task
 
@@ -13,6 +13,8 @@ measured with its fast weights on and off (eta = 0). docs/evaluation.md describe
 changed or labelled model to a folder next to it. An interrupted evaluation goes on. All devices are
 used.
 """
+
+from pathlib import Path
 
 from absl import flags
 
@@ -29,17 +31,20 @@ flags.DEFINE_string("label", None, "Name of this run in tables and pictures (def
 flags.DEFINE_multi_string(
     "param", [], "A binding of the model or the task, as in a .gin file; may be repeated."
 )
+flags.DEFINE_string("records", None, "Write a JSON line per row, for the tables of pages.")
 
 
 def main(argv: list[str]) -> None:
     import jax
     from ttcd_kernels.table import format_table
 
+    from ttcd_jax.measure.page import Section
     from ttcd_jax.measure.results import evaluate
     from ttcd_jax.measure.task import Subject
     from ttcd_jax.run.bindings import rebound
     from ttcd_jax.run.directory import RunDirectory, load_run
     from ttcd_jax.run.model_changes import describe
+    from ttcd_jax.run.page import write_records
     from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
     from ttcd_jax.tasks import find_task
     from ttcd_jax.terminal import note
@@ -64,6 +69,9 @@ def main(argv: list[str]) -> None:
             print(f"{task.title} (step {run.step}, {result.rows} rows)")
             print(format_table(result.table))
             print(printable(f"written to {folder}"))
+            if FLAGS.records is not None:
+                file, found = Path(FLAGS.records), [Section(task.title, result.table)]
+                write_records(file, found, [result.run_dir], cli.command_line("evaluate"))
 
 
 def _options(arguments: list[str]) -> type[Config] | str:

@@ -267,11 +267,12 @@ def write_report(
 def write_records(
     file: Path, sections: Sequence[Section], runs: Sequence[Path], command: str, **facts: Any
 ) -> None:
-    """Writes a line of JSON with what holds for all others: the command, the commits of the `runs`,
-    this machine and the `facts`, among them what an `interval` is over; then one for every row of
-    the `sections`, [mean, half] where a cell has an interval. Absolute paths are DIR, as they are
-    those of this machine. `experiments.pages` draws tables of such files."""
-    machine, found = environment(), (read_json(x / "environment.json") for x in runs)
+    """Writes a line of JSON with what holds for all others: the command, this commit and those of
+    the `runs`, this machine and the `facts`, among them what an `interval` is over; then one for
+    every row of the `sections`, [mean, half] where a cell has an interval. Absolute paths are DIR,
+    as they are those of this machine. `experiments.pages` draws tables of such files."""
+    machine = environment()
+    found = (machine, *(read_json(x / "environment.json") for x in runs))
     count = machine["cpu_count"] if machine["platform"] == "cpu" else jax.device_count()
     commits = sorted({x.get("commit") or "unknown" for x in found})
     head = {"command": command, "commit": ", ".join(commits)}

@@ -1,6 +1,6 @@
 """Costs of the library on this machine, case by case.
 
-    python -m experiments.bench CASE [--quick] [--output=FILE] [--OPTION=VALUE ...]
+    python -m experiments.bench CASE [--quick] [--records=FILE] [--OPTION=VALUE ...]
 
     step     training steps of several --gin, relative to the first: time, memory, MFU
     data     rows per second of the input pipelines of several --gin, and their share of a step
@@ -10,24 +10,21 @@
 The programs of a table are warmed up, then take turns; a time is the median of --rounds. A program
 that does not fit on the device or would take longer than --max_seconds a call is compiled only (0:
 every program), and a note gives the reason; "device MiB" is the peak of the process on the device
-so far. The JSON file has the rows of the tables, device, versions and commit.
---quick: tiny sizes where no option gives one. Options and their defaults are the fields of the
-case's class; an unknown one prints their names.
+so far. --records is rewritten after every table. --quick: tiny sizes where no option gives one.
+Options and their defaults are the fields of the case's class; an unknown one prints their names.
 """
 
-from typing import Any
+from pathlib import Path
 
 from absl import flags
 
 from ttcd_jax.commands import cli
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
-from ttcd_jax.files import write_json
-from ttcd_jax.storage import to_path
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("quick", False, "Tiny sizes where no option gives one.")
-flags.DEFINE_string("output", None, "The JSON file of the report, rewritten after every table.")
+flags.DEFINE_string("records", None, "Write a JSON line per row, for the tables of pages.")
 
 
 def main(argv: list[str]) -> None:
@@ -37,24 +34,23 @@ def main(argv: list[str]) -> None:
     from ttcd_kernels.table import format_table
 
     from experiments.studies.bench.cases import CASES
+    from ttcd_jax.measure.page import Section
+    from ttcd_jax.run.page import write_records
 
     name, *arguments = argv[1:] or [""]
     if name not in CASES:
         raise UserError(f"case {name!r} is not one of {', '.join(CASES)}")
     kind = CASES[name]
     case = cli.parse_options(kind, f"case {name}", arguments, kind.quick if FLAGS.quick else {})
-    report: dict[str, Any] = {"case": name, "environment": measure.environment()}
-    print(" ".join(f"{key}={value}" for key, value in report["environment"].items()), flush=True)
-    report |= {"options": case.to_dict(), "rows": []}
-    if FLAGS.output:  # a file that cannot be written is reported now
-        write_json(to_path(FLAGS.output), report)
+    print(" ".join(f"{key}={value}" for key, value in measure.environment().items()), flush=True)
+    sections: list[Section] = []
     for rows in case.tables():
         peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")  # a CPU has none
         rows = [row | {"device MiB": over(peak, MIB)} for row in rows]
-        report["rows"] += rows
+        sections.append(Section(name, rows))
         print(f"\n{format_table(rows, sorted(rows[0], key='note'.__eq__))}", flush=True)
-        if FLAGS.output:  # after every table: a long run may be cut off
-            write_json(to_path(FLAGS.output), report)
+        if FLAGS.records is not None:  # a long run may be cut off
+            write_records(Path(FLAGS.records), sections, (), cli.command_line("bench"))
 
 
 def _options(arguments: list[str]) -> type[Config] | None:

@@ -35,7 +35,7 @@ from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.build import Program, build_data
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.hardware import data_sheet, parse_topology
-from ttcd_jax.train.state import init_params, with_params
+from ttcd_jax.train.state import init_params, num_params, with_params
 
 BASELINES = ("swa", "ipttt")  # their times and FLOPs are divisors
 _SMALL_STEP = ("RunConfig.batch_size=2", "TransformerConfig.dim=8", "RecallConfig.num_slots=8")
@@ -74,7 +74,8 @@ class Step(Config):
             tokens = config.batch_size * config.data.seq_len
             rate = tokens / seconds[gin]
             flops = training_flops_per_token(config.model, config.data.seq_len)
-            row = {"gin": gin, "tokens": tokens, "step ms": over(seconds[gin], MILLISECOND)}
+            row = {"gin": gin, "parameters": num_params(config.model), "MFLOP a token": flops / 1e6}
+            row |= {"tokens": tokens, "step ms": over(seconds[gin], MILLISECOND)}
             row |= {"tokens/s": rate, "MFU %": over(rate * flops, peak)}
             rows.append(row | {"MiB": over(steps[gin][1], MIB), "time": 1 / rate, "FLOPs": flops})
         yield [row | {x: row[x] / rows[0][x] for x in ("time", "FLOPs")} for row in rows]

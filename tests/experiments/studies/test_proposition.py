@@ -129,7 +129,7 @@ def test_the_command_writes_its_numbers_and_a_bound_that_fails_is_exit_status_1(
     tolerance, status, tmp_path
 ):
     """Asked for twice the right side, no equality will do."""
-    program, folder = tmp_path / "program.py", tmp_path / "new" / "folder"
+    program, file = tmp_path / "program.py", tmp_path / "new" / "x.jsonl"
     program.write_text(
         "from ttcd_jax.commands import cli\n"
         "from experiments.studies import proposition\n"
@@ -137,15 +137,15 @@ def test_the_command_writes_its_numbers_and_a_bound_that_fails_is_exit_status_1(
         f"proposition.TOLERANCE = {tolerance}\n"
         "cli.run(proposition.main)\n"
     )
-    result = commands.run(program, "--num_draws=6", f"--output={folder}")
+    result = commands.run(program, "--num_draws=6", f"--records={file}")
     assert (result.returncode, result.stderr) == (status, "")
     verdict = ("held in every", "FAILED in an")[status]
     assert f"the bound {verdict} orthogonal case" in result.stdout
-    report = json.loads((folder / "proposition.json").read_text())
-    assert report["bound_held"] is (status == 0)
-    calm, *disturbed, single = report["rows"]
+    head, calm, *disturbed, single = map(json.loads, file.read_text().splitlines())
+    assert (head["seeds"], head["on"]) == ([0], "6 draws a setting, float64")
     for row, size in ((calm, 4), (single, 1)):
-        assert (row["chunk_size"], row["rate"], row["draws"]) == (size, 0.3 / size, 6)
+        assert row["row"] == f"chunks of {size}, 8 between, overlap 0.0"
+        assert (row["rate"], row["draws"]) == (0.3 / size, 6)
         assert (row["overlap"], row["key_cosine"], row["below_bound"]) == (0, 0, status)
         assert row["max_|ratio-1|"] < 1e-10
     cosines = [row["key_cosine"] for row in disturbed]

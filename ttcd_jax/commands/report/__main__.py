@@ -5,7 +5,7 @@
 
 The page shows everything that was measured of the runs: their evaluations, comparisons of two of
 their variants, training curves and speed; of folders of MAD sweeps, their scores; of JSON files of
-benchmarks, checks of kernels and the proposition, their tables. Numbers of the paper are set apart.
+benchmarks and checks of kernels, their tables. Numbers of the paper are set apart.
 Runs that were evaluated on the same task share tables and pictures.
 """
 

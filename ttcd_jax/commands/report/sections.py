@@ -55,8 +55,8 @@ def _sweep(path: Path, picture: Path) -> Section:
 
 
 def _table(path: Path) -> Section:
-    """The table in a file that a benchmark, a check of kernels or `experiments.proposition` has
-    written, with device and commit. Raises `DataError` for a file without any."""
+    """The table in a file that a benchmark or a check of kernels has written, with device and
+    commit. Raises `DataError` for a file without any."""
     report = read_json(path)
     where, rows = report.get("environment"), report.get("rows")
     rows = rows if isinstance(rows, list) else []

@@ -23,6 +23,8 @@ PUBLISHED = load_config(TransformerConfig, "prefill/default.gin", [], config_dir
 def step(first, second):
     assert first["time"] == first["FLOPs"] == 1
     assert second["FLOPs"] < 1, "no memory"
+    assert second["FLOPs"] == pytest.approx(second["MFLOP a token"] / first["MFLOP a token"])
+    assert second["parameters"] < first["parameters"]
     assert second["time"] == pytest.approx(second["step ms"] / first["step ms"])
     for row in (first, second):
         assert row["tokens/s"] == pytest.approx(1e3 * row["tokens"] / row["step ms"])
@@ -69,14 +71,14 @@ CHECKS = {"step": step, "data": data, "prefill": prompts, "decode": decoding}
 
 @pytest.mark.parametrize("case", CHECKS)
 def test_a_case_writes_its_table_and_report(case, tmp_path):
-    file = tmp_path / "report.json"
-    result = commands.run("bench", case, "--quick", "--rounds=2", f"--output={file}")
+    file = tmp_path / "x.jsonl"
+    result = commands.run("bench", case, "--quick", "--rounds=2", f"--records={file}")
     assert (result.returncode, result.stderr) == (0, "")
-    report = json.loads(file.read_text())
-    assert report["environment"]["device"] in result.stdout
-    assert report["options"]["rounds"] == 2, "an option counts more than --quick"
-    assert all(name in result.stdout for name in report["rows"][0])
-    CHECKS[case](*report["rows"])
+    head, *rows = map(json.loads, file.read_text().splitlines())
+    assert head["command"].startswith(f"python -m experiments.bench {case} --quick --rounds=2")
+    assert f"device={head['device'].split()[-1]}" in result.stdout
+    assert all(name in result.stdout for name in rows[0] if name not in ("row", "section"))
+    CHECKS[case](*rows)
 
 
 def test_a_users_mistake_is_one_line():
