@@ -81,12 +81,13 @@ def _read(file: Path, spec: Spec) -> tuple[Spec, list[Spec]]:
 
 
 def _joined(folder: Path, name: str, parts: dict[str, Spec]) -> Spec:
-    """A row of the fields of rows of several files, the name of a field after that of its file."""
+    """A row of the fields of rows of several files, the name of a field after that of its part: a
+    file, or what has the file as `records`."""
     row = {"row": name}
-    for file, fields in parts.items():
-        part = {"where": fields, "rows": [fields["row"]]}
-        [record] = _read(folder / f"{file}.jsonl", part)[1]
-        row |= {f"{file} {field}": value for field, value in record.items()}
+    for part, fields in parts.items():
+        file, where = fields.get("records", part), {x: fields[x] for x in fields if x != "records"}
+        [record] = _read(folder / f"{file}.jsonl", {"where": where, "rows": [fields["row"]]})[1]
+        row |= {f"{part} {field}": value for field, value in record.items()}
     return row
 
 

@@ -70,6 +70,8 @@ SHAPES: dict[str, tuple[Case, ...]] = {
         *(case._replace(dtype=dtype) for case in _CHECK for dtype in launch.DTYPES),
         # Slices merged in several steps, scores in reverse order whose exponentials overflow.
         Case("5000/4999 H6 of one kv head D64, scale -4", 2, 6, 1, 64, 5000, 4999, scale=-4.0),
+        # So many rows that a slice is a whole band, of several tiles.
+        Case("700/400 H2/1 D64, 300 rows", 300, 2, 1, 64, 700, 400),
     ),
 }
 
