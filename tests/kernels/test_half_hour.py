@@ -126,14 +126,14 @@ def test_everything_is_tried_again_where_the_surroundings_change(processes, tmp_
     rows.pop()
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
     hour.main(arguments)
-    assert len(seen) == 38
+    assert len(seen) == 40
     environment = measure.environment()
     monkeypatch.setattr(measure, "environment", lambda: environment | {"device": "H200"})
     hour.main(arguments)
     monkeypatch.setattr(verified, "source", lambda *_: "another")
     hour.main(arguments)
     report = json.loads(file.read_text())
-    assert len(seen) == len(report["rows"]) == 76
+    assert len(seen) == len(report["rows"]) == 80
     assert {x["device"] for x in report["surroundings"].values()} == {"cpu", "H200"}
 
 
