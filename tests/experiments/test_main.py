@@ -80,7 +80,7 @@ def test_what_is_missing_or_misspelt_is_named():
             (("report",), 2, "JSON file of a benchmark; repeat.\n"),
             (("launch", "--gin=study/small.gin"), 2, "StudyConfig is for ttcd study, not"),
             (("study", "--gin=recall.gin"), 2, "RunConfig is for ttcd launch"),
-            (("launch", "--gin=recal.gin"), 2, "did you mean recall.gin?\n"),
+            (("launch", "--gin=recal.gin"), 2, "did you mean recall.gin or study/recall.gin?\n"),
             (("launch", "--gin=tiny.gin"), 2, "; `ttcd recipes` lists them"),
         ]
     )
