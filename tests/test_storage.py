@@ -20,7 +20,9 @@ from ttcd_jax.data.records import prepare_records
 from ttcd_jax.data.sources import RecordsConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import CheckpointError
+from ttcd_jax.measure.page import Section
 from ttcd_jax.run.directory import RunDirectory
+from ttcd_jax.run.page import write_records
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,13 @@ def test_an_upload_that_is_interrupted_keeps_the_folder(store, monkeypatch):
     with files.whole_folder(folder, os.listdir) as unfinished:
         assert (unfinished / "shard").read_text() == "an hour's work"
     assert store.names("bucket/records/") == ["shard"]
+
+
+def test_records_of_pages_are_written_into_a_bucket(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_records("s3://bucket/x.jsonl", [Section("title", [{"name": "a", "loss": 1.5}])], (), "x")
+    assert store.names("bucket/") == ["x.jsonl"]
+    assert not (tmp_path / "s3:").exists()
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])

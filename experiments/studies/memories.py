@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
         runs, on = [*map(Path, FLAGS.run_dir)], f"{_ASKED} facts of each of {_ROWS} rows"
         facts = {"seeds": sorted({RunDirectory(x).read_config()["seed"] for x in runs}), "on": on}
         command, sections = cli.command_line("memories"), [Section("Memories", rows)]
-        write_records(Path(FLAGS.output), sections, runs, command, **facts)
+        write_records(FLAGS.output, sections, runs, command, **facts)
 
 
 def measured(run_dir: str) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ it is an equality. Random blocks with the ideal memory read random rows in float
 keys and, in chunks of one token, others. Exit status 1 if an orthogonal case breaks it.
 """
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -185,7 +184,7 @@ def main(argv: list[str]) -> None:
     if FLAGS.records is not None:
         command, on = cli.command_line("proposition"), f"{FLAGS.num_draws} draws a setting, float64"
         sections, facts = [Section("Proposition 1", rows)], {"seeds": [FLAGS.seed], "on": on}
-        write_records(Path(FLAGS.records), sections, (), command, **facts)
+        write_records(FLAGS.records, sections, (), command, **facts)
     raise SystemExit(int(not is_held))
 
 

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
     if FLAGS.records is not None:
         sections = [Section("Worst relative error", [*errors.values()])]
         command = shlex.join(["python", "-m", "tests.parity", *sys.argv[1:]])
-        write_records(Path(FLAGS.records), sections, (), command)
+        write_records(FLAGS.records, sections, (), command)
     sys.exit(int(passed < 2 * len(files)))
 
 

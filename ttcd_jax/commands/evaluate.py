@@ -14,8 +14,6 @@ changed or labelled model to a folder next to it. An interrupted evaluation goes
 used.
 """
 
-from pathlib import Path
-
 from absl import flags
 
 from ttcd_jax.commands import cli
@@ -70,8 +68,8 @@ def main(argv: list[str]) -> None:
             print(format_table(result.table))
             print(printable(f"written to {folder}"))
             if FLAGS.records is not None:
-                file, found = Path(FLAGS.records), [Section(task.title, result.table)]
-                write_records(file, found, [result.run_dir], cli.command_line("evaluate"))
+                found, command = [Section(task.title, result.table)], cli.command_line("evaluate")
+                write_records(FLAGS.records, found, [result.run_dir], command)
 
 
 def _options(arguments: list[str]) -> type[Config] | str:

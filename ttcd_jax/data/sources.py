@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import add, mul
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import grain
 
@@ -305,7 +305,7 @@ DataConfig = Texts | RecallConfig | EvidenceConfig | BatchesConfig
 
 def text_data(data: dict[str, Any]) -> Texts | None:
     """The data configuration of a run as an object, if it is text."""
-    return _one_of(data, TextConfig, RecordsConfig, MixtureConfig)
+    return _one_of(data, *get_args(Texts))
 
 
 def synthetic_data(data: dict[str, Any]) -> SyntheticConfig | None:

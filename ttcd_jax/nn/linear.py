@@ -15,6 +15,7 @@ from ttcd_jax.axes import param
 
 PRODUCT = "product"  # the checkpoint name of products with parameters
 Operands = tuple[jax.Array, jax.Array]
+
 # Quintic Newton-Schulz coefficients (a, b, c), one triple per iteration, as published.
 NEWTON_SCHULZ = (
     (4.0848, -6.8946, 2.9270),
@@ -23,6 +24,7 @@ NEWTON_SCHULZ = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
+_PARTS = 32  # of a kernel, which a CPU reads side by side
 
 
 def product(
@@ -61,8 +63,9 @@ def _multiplied(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def _of_one_row(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x kernel of one row of 16-bit numbers on a CPU, where XLA would write a float32 copy of the
-    kernel first: 32 parts of the kernel are read once, side by side, and added in float32."""
-    parts, terms = kernel.reshape(32, -1, kernel.shape[1]), x.astype(jnp.float32).reshape(32, -1, 1)
+    kernel first: parts of the kernel are read once, side by side, and added in float32."""
+    parts = kernel.reshape(_PARTS, -1, kernel.shape[1])
+    terms = x.astype(jnp.float32).reshape(_PARTS, -1, 1)
     added = sum(part.astype(jnp.float32) * term for part, term in zip(parts, terms, strict=True))
     added = jax.lax.optimization_barrier(added)  # else the sums over rows and parts become one
     y = jnp.ones(len(added), jnp.float32) @ added
@@ -71,7 +74,7 @@ def _of_one_row(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _weight_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    if x.size != len(kernel) or len(kernel) % 32 or jnp.finfo(x.dtype).bits != 16:
+    if x.size != len(kernel) or len(kernel) % _PARTS or jnp.finfo(x.dtype).bits != 16:
         return _multiplied(x, kernel)
     run = jax.lax.platform_dependent(x, kernel, cpu=_of_one_row, default=_multiplied)
     return cast(jax.Array, run)

@@ -34,6 +34,7 @@ from ttcd_jax.run.directory import EVALUATIONS, METRICS, RunDirectory, model_con
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.run.trackers import Tracker
 from ttcd_jax.sharding import rules
+from ttcd_jax.storage import to_path
 from ttcd_jax.train.state import num_params
 
 type BySeries = dict[str, dict[int, float]]  # values by step
@@ -265,7 +266,7 @@ def write_report(
 
 
 def write_records(
-    file: Path, sections: Sequence[Section], runs: Sequence[Path], command: str, **facts: Any
+    file: str | Path, sections: Sequence[Section], runs: Sequence[Path], command: str, **facts: Any
 ) -> None:
     """Writes a line of JSON with what holds for all others: the command, this commit and those of
     the `runs`, this machine and the `facts`, among them what an `interval` is over; then one for
@@ -286,7 +287,7 @@ def write_records(
     if not any(isinstance(x, list) for row in rows for x in row.values()):
         head.pop("interval", None)
     lines = (json.dumps(x, ensure_ascii=False) + "\n" for x in (head, *rows))
-    write_whole(file, _ABSOLUTE.sub("DIR", "".join(lines)))
+    write_whole(to_path(file), _ABSOLUTE.sub("DIR", "".join(lines)))
 
 
 def _number(cell: Any) -> Any:

@@ -14,8 +14,6 @@ so far. --records is rewritten after every table. --quick: tiny sizes where no o
 Options and their defaults are the fields of the case's class; an unknown one prints their names.
 """
 
-from pathlib import Path
-
 from absl import flags
 
 from ttcd_jax.commands import cli
@@ -50,7 +48,7 @@ def main(argv: list[str]) -> None:
         sections.append(Section(name, rows))
         print(f"\n{format_table(rows, sorted(rows[0], key='note'.__eq__))}", flush=True)
         if FLAGS.records is not None:  # a long run may be cut off
-            write_records(Path(FLAGS.records), sections, (), cli.command_line("bench"))
+            write_records(FLAGS.records, sections, (), cli.command_line("bench"))
 
 
 def _options(arguments: list[str]) -> type[Config] | None:

@@ -9,8 +9,6 @@ benchmarks and checks of kernels, their tables. Numbers of the paper are set apa
 Runs that were evaluated on the same task share tables and pictures.
 """
 
-from pathlib import Path
-
 from absl import flags
 
 from ttcd_jax.commands import cli
@@ -52,7 +50,7 @@ def main(argv: list[str]) -> None:
     sections = write_report(run_dirs, output, FLAGS.next, FLAGS.headroom)
     if FLAGS.records is not None:
         runs = [x for x in run_dirs if (x / "environment.json").exists()]
-        write_records(Path(FLAGS.records), sections, runs, cli.command_line("report"))
+        write_records(FLAGS.records, sections, runs, cli.command_line("report"))
     for section in sections:
         print(f"\n{section.title}\n{format_table(section.table)}")
     if (page := output / "index.html").exists():

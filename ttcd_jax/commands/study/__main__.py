@@ -43,8 +43,8 @@ def main(argv: list[str]) -> None:
             study.compute(config, name, seed, runs[name], texts, path)
         sections = study.write_study(config, runs, texts, path)
         if FLAGS.records is not None:
-            file, command = Path(FLAGS.records), cli.command_line("study")
-            study.write_records(config, runs, sections, path, file, command)
+            command = cli.command_line("study")
+            study.write_records(config, runs, sections, path, FLAGS.records, command)
 
 
 if __name__ == "__main__":

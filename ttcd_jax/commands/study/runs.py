@@ -471,7 +471,7 @@ def write_records(
     recipes: dict[str, Recipe],
     sections: Sequence[Section],
     path: Path,
-    file: Path,
+    file: str | Path,
     command: str,
 ) -> None:
     """Writes a line of JSON with what holds for all others, of every recipe its file, the digest of
