@@ -1,0 +1,90 @@
+"""IP-TTCD that writes only what is not static: errors less a slow map of the student's features.
+
+    python -m experiments.study --import=experiments.studies.not_static --gin=study/not_static.gin
+
+    e = sigmoid(t . b) * ((z_target - z_student) W_base P - feat(t) A),   A [F, D] from zero
+
+Method `ipttcd_less_map` trains A with the rest, by the loss of the model; `ipttcd_less_fit` by
+least squares to the first term alone, so that what is left is what A cannot predict. With equal
+windows and no convolutions that term is zero, and so is a fitted A.
+"""
+
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ttcd_jax.axes import param
+from ttcd_jax.memory.prefix import Writes
+from ttcd_jax.methods.ipttcd import (
+    IPTTCDMLP,
+    Convolved,
+    IPTTCDConfig,
+    MemoryConfig,
+    dual_window_block,
+)
+from ttcd_jax.methods.registry import Method, register
+from ttcd_jax.nn.linear import weight_product
+
+
+class LessMapConfig(IPTTCDConfig):
+    pass
+
+
+class LessFitConfig(IPTTCDConfig):
+    pass
+
+
+@jax.custom_vjp
+def residual(x: jax.Array, predicted: jax.Array) -> jax.Array:
+    """x - predicted. The gradient of `predicted` is that of the squares of the difference, half
+    their mean over tokens, not that of the loss."""
+    return x - predicted
+
+
+def _residual_forward(x: jax.Array, predicted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x - predicted, x - predicted
+
+
+def _residual_backward(left: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return cotangent, -left * (left.shape[-1] / left.size)
+
+
+residual.defvjp(_residual_forward, _residual_backward)
+
+
+class LessMapMLP(IPTTCDMLP, config=LessMapConfig):
+    """`IPTTCDMLP` with A."""
+
+    is_fitted: ClassVar[bool] = False
+
+    def __init__(self, config: IPTTCDConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
+        mlp = config.mlp
+        zeros = jnp.zeros((mlp.hidden_dim, mlp.dim), mlp.precision.param_dtype)
+        self.static = param(zeros, ("mlp", "embed"))
+
+    def operands(self, convolved: Convolved) -> tuple[Float[Array, "B C L F"], Writes]:
+        ungated = convolved[0]._replace(beta=None)
+        reads, writes = super().operands((ungated, *convolved[1:]))
+        beta, student = convolved[0].beta, convolved[0].student
+        assert beta is not None
+        assert not self.settings.normalizes_errors
+        if self.is_fitted:
+            student = jax.lax.stop_gradient(student)
+        predicted = weight_product(student, self.static[...].astype(student.dtype))
+        less = residual if self.is_fitted else jnp.subtract
+        errors = less(writes.errors, predicted) * beta[..., None]
+        return reads, writes._replace(errors=errors, rate=beta)
+
+
+class LessFitMLP(LessMapMLP, config=LessFitConfig):
+    is_fitted: ClassVar[bool] = True
+
+
+for name, config in (("map", LessMapConfig), ("fit", LessFitConfig)):
+    block = functools.partial(dual_window_block, config)
+    register(Method(f"ipttcd_less_{name}", f"IP-TTCD less a {name}", block, settings=MemoryConfig))
