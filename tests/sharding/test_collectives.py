@@ -26,6 +26,9 @@ def _one(line, mesh=MESH, node_size=4):
         ("{{0,4},{1,5},{2,6},{3,7},{8,12},{9,13},{10,14},{11,15}}", "data", 2),
         ("mesh['data'=4,'fsdp'=2,'seq'=2,'tensor'=1] {'seq','data'}", "data x seq", 4),
         ("mesh['axis_0'=4,'axis_1'=4] {'axis_0'}", "data", 4),
+        ("mesh['data'=16] {'data':(1)8}", "data x fsdp", 4),  # 0, 2, 4, and so on
+        ("mesh['data'=16] {'data':(4)2}", "fsdp", 1),  # 0, 2
+        ("mesh['axis_0'=8,'axis_1'=2] {'axis_0':(2)2,'axis_1'}", "data x seq", 2),  # 0, 1, 4, 5
     ],
 )
 def test_devices_are_found_however_they_are_written(groups, axes, nodes):
@@ -76,7 +79,7 @@ def test_a_loop_counts_its_trips_and_what_is_computed_meanwhile():
     "line",
     [
         "f32[4] all-reduce(%x), replica_groups={}",
-        "f32[4] all-reduce(%x), replica_groups=mesh['data'=4,'fsdp'=4] {'fsdp':(1)2}",
+        "f32[4] all-reduce(%x), replica_groups=mesh['data'=4,'fsdp'=4] {'fsdp':2}",
         "f32[4] all-reduce(%x), replica_groups=mesh['data'=16], device_ids=[4] {'data'}",
         "f32[4] ragged-all-to-all(%x), replica_groups=[4,4]<=[16]",
         "f32[4] send(%x), channel_id=1",

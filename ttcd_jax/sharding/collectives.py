@@ -32,6 +32,7 @@ _CALLEES = re.compile(
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _MESH = re.compile(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}(?=,|$)")
+_AXIS = r"'(\w+)'(?::\((\d+)\)(\d+))?"  # or a part of it: (parts before)size
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?(?=,|$)")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 _PRODUCT = re.compile(r" (?:fusion|custom-call|dot|convolution|while|conditional|call)\(")
@@ -102,12 +103,19 @@ def _groups(line: str) -> np.ndarray:
     """The devices of each group, [groups, devices], by their place in the mesh."""
     if match := _MESH.search(line):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
-        along = [[*sizes].index(name) for name in re.findall(r"'(\w+)'", match[2])]
-        if "'" in re.sub(r"'\w+'(=\d+)?", "", "".join(match.groups())) or "(" in match[2]:
+        if re.sub(r"'\w+'(=\d+)?|, ?", "", match[1]) or re.sub(_AXIS, "", match[2]).strip(", "):
             raise ValueError(f"devices of {line.strip()[:80]}")
-        ids = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
-        ids = np.moveaxis(ids, along, range(-len(along), 0))
-        return ids.reshape(-1, math.prod(ids.shape[ids.ndim - len(along) :]))
+        ids = np.arange(math.prod(sizes.values()))
+        places = dict(zip(sizes, np.unravel_index(ids, [*sizes.values()]), strict=True))
+        count, of_group = 1, np.zeros_like(ids)
+        for name, parts, number in re.findall(_AXIS, match[2]):
+            length = int(number or sizes[name])
+            below = sizes[name] // (int(parts or 1) * length)
+            place = places[name] // below % length
+            places[name] = places[name] - place * below
+            count, of_group = count * length, of_group * length + place
+        first = np.ravel_multi_index([*places.values()], [*sizes.values()])
+        return np.lexsort((of_group, first)).reshape(-1, count)
     if match := _IOTA.search(line):
         dims, order = (
             [int(x) for x in (text or "").split(",") if x] for text in match.groups()[2:]
