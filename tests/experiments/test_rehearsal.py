@@ -103,6 +103,10 @@ def test_a_mistake_in_each_part_is_named_and_the_others_are_tried(folder, capsys
     Rehearsal(config, RunDirectory(claimed), None).run()
     assert _tried(capsys) == dict.fromkeys(PARTS, "ok")
     assert sorted(folder.rglob("*")) == before
+    # That run, whose checkpoints have vanished.
+    (claimed / "metrics.jsonl").write_text('{"step": 9}\n')
+    assert _failed(config, claimed, capsys, CheckpointError) == (["run_dir"], [])
+    (claimed / "metrics.jsonl").unlink()
     # That run, whose data have changed since.
     corpora.records(corpora.text_folder(folder / "less", TEXTS[1:]), folder / "others")
     others = config.replace(data=config.data.replace(paths=str(folder / "others")))

@@ -268,6 +268,10 @@ def test_mistakes_are_refused(folder, tmp_path):
         ("task recall has no option text: leave it out", "evaluations=(@Recall(),)"),
     ):
         refused(words, _texts, _study(folder, f"StudyConfig.{param}"), tmp_path)
+    # Before the recipe is trained.
+    asked = _study(folder, "StudyConfig.evaluations=(@Controls(),)")
+    refused("'swa' has no in-place memory", _compute, asked, tmp_path / "asked")
+    assert not (tmp_path / "asked/base-3").exists()
 
 
 def test_controls_of_a_recipe_are_its_own_run_with_one_change(folder):

@@ -88,6 +88,9 @@ def test_bound_fields_stay_and_what_does_not_divide_is_refused():
     refused(words, layout.laid_out, config, _mesh(config, 8))
     config = recipe("ipttcd_340m.gin").replace(batch_size=32)
     refused("among 24 devices: use 16 of them, or set", layout.mesh_config, config, 24)
+    # Whole nodes, or a part of one.
+    config = config.replace(batch_size=15, data=config.data.replace(seq_len=15))
+    refused("among 16 devices: use 5 of them, or set", layout.mesh_config, config, 16)
 
 
 def test_batches_of_the_caller_are_compared_between_processes(monkeypatch):

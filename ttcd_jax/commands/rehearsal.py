@@ -29,14 +29,13 @@ from ttcd_jax.data import records, sources
 from ttcd_jax.data.pipeline import Batches, RowSource
 from ttcd_jax.data.tokenizer import build_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError, ResourceError, UserError
-from ttcd_jax.measure.task import Subject
 from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import REHEARSAL, RunDirectory, open_checkpoints
 from ttcd_jax.run.start import plan_start
 from ttcd_jax.run.trackers import TRACKERS
+from ttcd_jax.run.training import check_kept
 from ttcd_jax.train.checkpoint import Checkpoints
-from ttcd_jax.train.state import abstract_model
 from ttcd_jax.units import size
 
 TEXT = "The same text, read back: 0123456789."
@@ -129,10 +128,7 @@ class Rehearsal:
         return f"{config.model.method}, vocabulary of {config.model.vocab_size:,}"
 
     def evaluations(self) -> str:
-        data, model = self.config.data, abstract_model(self.config.model)
-        reads = getattr(data, "tokenizer", None)
-        tokenizer = reads and build_tokenizer(reads)
-        subject = Subject(model, tokenizer, data.to_dict(), self.run_dir.path)
+        subject = build.untrained(self.config, self.run_dir.path)
         for task in self.config.evaluations:
             task.rows(subject)
         return ", ".join(task.name for task in self.config.evaluations)
@@ -153,6 +149,7 @@ class Rehearsal:
         path = self.run_dir.path
         self.run_dir.fetch()
         self.run_dir.check_free()
+        check_kept(self.run_dir)
         if self.run_dir.is_claimed:
             config = self.config.to_dict()
             accepted_changes(path, self.run_dir.read_config(), config, self.changes)

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,9 @@ from ttcd_jax import units
 from ttcd_jax.data.pipeline import Batches, CallerBatches, Fields, MakeBatches, StepBatches
 from ttcd_jax.data.sources import BatchesConfig
 from ttcd_jax.data.synthetic import SyntheticConfig
+from ttcd_jax.data.tokenizer import build_tokenizer
 from ttcd_jax.errors import ResourceError, UserError
+from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import laid_out, run_mesh
@@ -78,6 +81,14 @@ def build_data(
     source, manifest = data.rows(config.seed, size)
     options: Any = {"vocab_size": entries, "num_workers": config.data_workers}
     return Batches(source, batch_size=size, rows=rows, **options), manifest
+
+
+def untrained(config: RunConfig, run_dir: Path) -> Subject:
+    """What evaluations make their rows for, before the run has parameters."""
+    reads = getattr(config.data, "tokenizer", None)
+    tokenizer = reads and build_tokenizer(reads)
+    model = train_state.abstract_model(config.model)
+    return Subject(model, tokenizer, config.data.to_dict(), run_dir)
 
 
 def _compared(make: MakeBatches) -> MakeBatches:

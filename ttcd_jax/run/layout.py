@@ -50,8 +50,10 @@ def mesh_config(
     def by_tokens(devices: int) -> int:
         return devices // math.gcd(config.batch_size, devices)
 
-    usable = next(n for n in range(num_devices, 0, -1) if config.data.seq_len % by_tokens(n) == 0)
-    if usable < num_devices:
+    if config.data.seq_len % by_tokens(num_devices):
+        node = DEVICES_PER_NODE
+        counts = (n for n in range(num_devices, 0, -1) if n < node or n % node == 0)
+        usable = next(n for n in counts if config.data.seq_len % by_tokens(n) == 0)
         raise UserError(
             f"a batch of {config.batch_size} rows of {config.data.seq_len} tokens does not divide "
             f"among {num_devices} devices: use {usable} of them, or set RunConfig.batch_size to a "

@@ -93,7 +93,7 @@ def train_run(
                 data, manifest = build.build_data(config, program.placement.rows, batches)
             agree("data", common_fields(manifest), watchdog.save_seconds)
             if is_first:
-                _check_kept(directory)
+                check_kept(directory)
                 directory.claim(config.to_dict(), source, manifest, changes=changes)
             agree("claim", {}, watchdog.save_seconds)
             directory.fetch()
@@ -117,7 +117,7 @@ def check(config: RunConfig, directory: RunDirectory | None) -> None:
         plan_start(config)
 
 
-def _check_kept(directory: RunDirectory) -> None:
+def check_kept(directory: RunDirectory) -> None:
     """Raises `CheckpointError` for a run whose checkpoints have vanished. The folder is made before
     the first report, on a disk, and the first checkpoint is complete when the second one is handed
     over."""

@@ -42,6 +42,7 @@ from ttcd_jax.models.config import (
 from ttcd_jax.registry import IMPORTED_MODULES
 from ttcd_jax.run import page
 from ttcd_jax.run.bindings import load_config
+from ttcd_jax.run.build import untrained
 from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import METRICS, RunDirectory, load_run
 from ttcd_jax.run.page import Run
@@ -255,9 +256,12 @@ def compute(
         file = results_file(folder, task, name, text)
         if not file.exists() or read_json(file).get("options") != task.to_dict():
             missing.append((task, text))
-    is_trained = evaluations or recipe.config.steps in complete_steps(folder / "checkpoints")
-    if is_trained and not missing:
+    is_trained = recipe.config.steps in complete_steps(folder / "checkpoints")
+    if (is_trained or evaluations) and not missing:
         return
+    if not is_trained:  # so that what a model cannot be asked is refused before
+        for task, _ in missing:
+            task.rows(untrained(recipe.config, folder))
     logging.info("study: %s, seed %d", name, seed)
     command = [sys.executable, "-m", "ttcd_jax.commands.launch", f"--gin={recipe.file}"]
     command += [f"--param={text}" for text in params]
