@@ -15,7 +15,7 @@ from small_models import recipe
 
 from ttcd_jax.commands import plan
 from ttcd_jax.run import build, layout
-from ttcd_jax.run.described import missing_compiler
+from ttcd_jax.run.described import compiled, missing_compiler
 from ttcd_jax.sharding.collectives import Collective
 from ttcd_jax.train import loss, step
 from ttcd_jax.train.hardware import Hardware
@@ -133,6 +133,24 @@ def _measure(*params):
     for _ in range(2):
         state, _ = jax.block_until_ready(run(state, batch))
     print(sum(planned.values()), _resident("VmHWM") - before)
+
+
+def test_a_product_that_is_tuned_on_a_gpu_alone_is_compiled_without_triton():
+    """A step on 512 described H100s had one; no device here is described."""
+    mesh = SimpleNamespace(devices=SimpleNamespace(flat=["described"]))
+    problem, calls = ["INTERNAL: No supported config found for HLO: %gemm_fusion"], []
+
+    def compile(options):
+        calls.append(options)
+        if "xla_gpu_enable_triton_gemm" not in options:
+            raise jax.errors.JaxRuntimeError(problem[0])
+        return "compiled"
+
+    assert compiled(SimpleNamespace(compile=compile), mesh) == "compiled"
+    assert calls[1] == calls[0] | {"xla_gpu_enable_triton_gemm": False}
+    problem[0] = "INTERNAL: out of memory"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
+        compiled(SimpleNamespace(compile=compile), mesh)
 
 
 def test_a_step_takes_the_bytes_of_its_plan():
