@@ -198,7 +198,10 @@ def test_text_that_is_too_large_for_memory_is_refused(tmp_path, monkeypatch):
     refused(f"1.17 KiB of text and more|{remedy}", load_documents, config, "train")
 
 
-LINKS = [("a.txt", "/s.txt", "*.txt"), ("deep", "", "*/*.txt"), ("train", "", "*.txt")]
+LINKS = [
+    *(("a.txt", "/s.txt", "*.txt"), ("deep", "", "*/*.txt"), ("train", "", "*.txt")),
+    *(("deep", "", "**/*.txt"), ("a.txt", "/gone.txt", "*.txt")),
+]
 
 
 @pytest.mark.parametrize(("link", "file", "glob"), LINKS)
@@ -210,10 +213,17 @@ def test_links_that_leave_the_folder_are_refused(tmp_path, link, file, glob):
     words = f"text/{link} is a link that leaves |cp -rLl"
     refused(words, load_documents, config, "train", error=DataError)
     (text / link).unlink()
+    (text / "d.txt").symlink_to("gone.txt")
+    words = "d.txt cannot be read: No such file"
+    refused(words, load_documents, config.replace(glob="*.txt"), "train", error=DataError)
+    (text / "d.txt").unlink()
     (text / "d.txt").symlink_to("b.txt")  # one that stays
     (tmp_path / "link").symlink_to(text)
     config = config.replace(path=str(tmp_path / "link"), glob="*.txt")
     assert _names(load_documents(config, "train")) == ["b.txt", "d.txt"]
+    (text / "other").symlink_to("../../secret")
+    config = config.replace(path=str(text), glob="validation/**/*.txt")
+    assert _names(load_documents(config, "train")) == ["validation/c.txt"]
 
 
 def test_links_of_the_hugging_face_cache_are_good_and_others_are_not(tmp_path):

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 import platform
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -227,8 +228,8 @@ def _folder_files(root: Path, part: str, glob: str) -> dict[str, Path]:
     """The files of a part of `root` by name. Raises `DataError` without one, and for a file that a
     link brings in from elsewhere. The links of the Hugging Face cache are good: from a folder in
     `snapshots` to the `blobs` beside it."""
-    files = _files(root / part, glob)
-    if not files:
+    files, links = _files(root / part, glob), _links_passed_over(root / part, glob)
+    if not (files or links):
         raise DataError(
             f"no file under {root / part} matches {glob!r} (CorpusConfig.glob of a recipe): put "
             "text there, or name a file"
@@ -236,7 +237,7 @@ def _folder_files(root: Path, part: str, glob: str) -> dict[str, Path]:
     inside = root.resolve()
     caches = (x.parent for x in (inside, *inside.parents) if x.name == "snapshots")
     inside = next((cache for cache in caches if (cache / "blobs").is_dir()), inside)
-    for found in {path if path.is_symlink() else path.parent for path in files.values()}:
+    for found in {*links, *(x if x.is_symlink() else x.parent for x in files.values())}:
         if not found.resolve().is_relative_to(inside):
             raise DataError(
                 f"{found} is a link that leaves {root}: give a copy of the folder (cp -rLl makes "
@@ -253,9 +254,25 @@ def _files(folder: Path, glob: str) -> dict[str, Path]:
         return _is_run(folder / part) or (part != part.parent and is_in_run(part.parent))
 
     depth = len(folder.parts)  # `relative_to` is slow
-    names = (PurePath(*path.parts[depth:]) for path in folder.glob(glob) if path.is_file())
+    found = (path for path in folder.glob(glob) if path.is_file() or _is_broken(path))
+    names = (PurePath(*path.parts[depth:]) for path in found)
     kept = sorted(name.as_posix() for name in names if not is_in_run(name.parent))
     return {name: folder / name for name in kept}
+
+
+def _is_broken(path: Path) -> bool:
+    """Whether it is a link to nothing, and no lock of an editor: reading it is an error."""
+    return path.is_symlink() and not path.exists() and path.name[0] != "."
+
+
+def _links_passed_over(folder: Path, glob: str) -> list[Path]:
+    """The linked folders below `folder` with files of the kind: `**` does not enter them."""
+    if "**" not in (parts := PurePath(glob).parts):
+        return []
+    head = PurePath(*parts[: parts.index("**")]).as_posix()
+    trees = [folder] if head == "." else folder.glob(head)
+    below = (Path(x, name) for top in trees for x, names, _ in os.walk(top) for name in names)
+    return [x for x in below if x.is_symlink() and any(x.rglob(parts[-1]))]
 
 
 def _is_run(folder: Path) -> bool:
