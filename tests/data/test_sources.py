@@ -15,7 +15,7 @@ from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.sources import MixedRows, MixtureConfig, RecordsConfig, TextConfig
-from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
+from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer, train_tokenizer
 from ttcd_jax.errors import DataError
 
 BATCH = 4
@@ -151,6 +151,20 @@ def test_parts_of_two_tokenizers_are_refused(mixture, tmp_path):
     words = "tokenizers of MixtureConfig.parts differ (byte and |tokenizer.json)"
     for use in (lambda: other.vocab_size, lambda: other.open("validation"), lambda: other.rows(0)):
         refused(words, use, error=DataError)
+
+
+def test_parts_whose_documents_begin_and_end_otherwise_are_refused(mixture, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(train_tokenizer(["a text"], 258))
+
+    def use(**ids):
+        tokenizers = (TokenizerConfig(kind="json", path=str(path), **x) for x in (ids, {}))
+        parts = [mixture.parts[1].replace(tokenizer=x) for x in tokenizers]
+        return mixture.replace(parts=tuple(parts)).vocab_size
+
+    assert use(bos_id=0, eos_id=1) == use() == 258
+    words = "differ in the ids of bos and eos, (1, 1) and (0, 1): set TokenizerConfig.bos_id"
+    refused(words, use, bos_id=1, error=DataError)
 
 
 ONE = TextConfig(corpus=CorpusConfig(), tokenizer=BYTES, seq_len=SEQ_LEN)

@@ -259,13 +259,20 @@ class MixtureConfig(WeightedConfig):
     @property
     def _alike(self) -> tuple[TextConfig | RecordsConfig, ...]:
         """The parts. Raises `DataError` if their tokenizers differ."""
-        paths = [part.tokenizer.path for part in self.parts]
-        contents = [path and read_json(storage.copy_of(path)) for path in paths]
-        for path, content in zip(paths, contents, strict=True):
-            if content != contents[0]:
+        first, *others = (part.tokenizer for part in self.parts)
+        content = first.path and read_json(storage.copy_of(first.path))
+        for other in others:
+            paths = f"({first.path or 'byte'} and {other.path or 'byte'})"
+            if content != (other.path and read_json(storage.copy_of(other.path))):
                 raise DataError(
-                    f"the tokenizers of MixtureConfig.parts differ ({paths[0] or 'byte'} and "
-                    f"{path or 'byte'}): prepare the records by the one of the text"
+                    f"the tokenizers of MixtureConfig.parts differ {paths}: prepare the records by "
+                    "the one of the text"
+                )
+            if (ends := _ends(first, other)) != (its := _ends(other, first)):
+                raise DataError(
+                    f"the tokenizers of MixtureConfig.parts {paths} differ in the ids of bos and "
+                    f"eos, {ends} and {its}: set TokenizerConfig.bos_id and eos_id of the text to "
+                    "those of the records"
                 )
         return self.parts
 
@@ -289,6 +296,13 @@ class MixtureConfig(WeightedConfig):
         rows, num_rows = self.mixed([(x, found["num_rows"]) for x, found in parts], batch_size)
         manifests = [found for _, found in parts]
         return rows, {"kind": "mixture", "num_rows": num_rows, "parts": manifests}
+
+
+def _ends(config: TokenizerConfig, other: TokenizerConfig) -> tuple[int | None, int | None]:
+    """(bos, eos), which are those of the file only where the configurations differ."""
+    is_same = (config.bos_id, config.eos_id) == (other.bos_id, other.eos_id)
+    found = config if is_same else build_tokenizer(config)
+    return found.bos_id, found.eos_id
 
 
 class BatchesConfig(configs.Config):
