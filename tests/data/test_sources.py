@@ -227,6 +227,12 @@ def test_a_changed_text_is_refused_with_the_option_that_gives_another(tmp_path, 
     (folder / "01.txt").write_text("The text of file one.\n")
     assert_refused(r"data changed since .* was started")
     assert read(str(folder)) == 40
+    corpora.text_folder(tmp_path / "two", {"train/a.txt": "a", "validation/b.txt": "b"})
+    words = (
+        "two has a text to train on and one held out: name one of them (--background=|/validation)"
+    )
+    refused(words, read, f"{tmp_path}/two")
+    assert read(f"{tmp_path}/two/validation") == 1
     (tmp_path / "data.json").unlink()  # of a run that was not trained on text of its own
     assert read() == (4 if is_mixed else 2)
     shutil.rmtree(folder)

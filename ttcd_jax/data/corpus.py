@@ -159,6 +159,10 @@ def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
     return documents
 
 
+def has_splits(path: Path) -> bool:
+    return all((path / split).is_dir() for split in SPLITS)
+
+
 def input_bytes(config: CorpusConfig, splits: tuple[Split, ...] = SPLITS) -> int:
     """Bytes of the files at `config.path`, packed as they are."""
     files = (with_companions(file) for _, _, file in _input_files(config, splits))
@@ -206,12 +210,11 @@ def _input_files(
         found = _files(Path(sysconfig.get_paths()["stdlib"]), "**/*.py").items()
         return [(None, *x) for x in found if LEFT_OUT_OF_STDLIB.isdisjoint(x[0].split("/"))]
     path, num_held_out = Path(config.path), config.validation_files
-    has_splits = all((path / split).is_dir() for split in SPLITS)
     if not (path.is_file() or path.is_dir() or path.is_fifo()):  # but a device
         raise DataError(f"no file or folder at {path}: give the path of the text {_OF_A_RECIPE}")
-    if num_held_out and (has_splits or not path.is_dir()):
+    if num_held_out and (has_splits(path) or not path.is_dir()):
         raise DataError(f"{path} has no files to hold out: it is one file or has its own splits")
-    if has_splits:
+    if has_splits(path):
         found = {split: _folder_files(path, split, config.glob) for split in splits}
         return [(split, *file) for split in splits for file in found[split].items()]
     named = _folder_files(path, ".", config.glob) if path.is_dir() else {path.name: path}

@@ -15,7 +15,14 @@ import grain
 from ttcd_jax import config as configs
 from ttcd_jax import storage
 from ttcd_jax.data import records
-from ttcd_jax.data.corpus import CorpusConfig, EmptySplitError, Split, load_documents, manifest
+from ttcd_jax.data.corpus import (
+    CorpusConfig,
+    EmptySplitError,
+    Split,
+    has_splits,
+    load_documents,
+    manifest,
+)
 from ttcd_jax.data.packing import BestFitRows, DocumentRows, PackedRows, encode_documents
 from ttcd_jax.data.pipeline import ENDLESS, RowSource
 from ttcd_jax.data.records import Metadata, TokenRecords
@@ -358,6 +365,11 @@ def text_records(
             "--tokenizer=FILE.json or --tokenizer=byte"
         )
     if text is not None:
+        if has_splits(Path(text)):
+            raise UserError(
+                f"--{option}={text} has a text to train on and one held out: name one of them "
+                f"(--{option}={text}/validation)"
+            )
         given = CorpusConfig(kind="text", path=text, validation_percent=0)
         return [encode_documents(load_documents(given, "train"), tokenizer)]
     if (config := text_data(data)) is None:
