@@ -107,6 +107,16 @@ def test_files_and_documents_of_a_file_are_held_out_by_their_names(tmp_path):
         assert 5 <= len(load_documents(config, "validation")) <= 30
 
 
+def test_names_that_mean_splits_are_warned_of(tmp_path, caplog):
+    for name in ("train-0.txt", "testimony.txt", "set.valid.txt"):
+        assert not caplog.text
+        config = _folder(tmp_path, [name], **ALL)
+        load_documents(config, "train")
+    load_documents(config, "train")
+    assert caplog.text.count("set.valid.txt is read as train-0.txt is") == 1
+    assert "put files into folders train/ and validation/" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "percent", "end"),
     [
@@ -115,6 +125,7 @@ def test_files_and_documents_of_a_file_are_held_out_by_their_names(tmp_path):
         ("x" * 99, 10, b"x"),
         ("x" + "\u65e5" * 50, 10, "\u65e5".encode()),
         ("one line\nand half a", 0, b"half a"),
+        ("a title\n" + "one long line " * 40, 10, b" "),
     ],
 )
 def test_one_file_is_split_after_a_line_else_a_word_else_a_character(tmp_path, text, percent, end):

@@ -4,8 +4,10 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
@@ -25,6 +27,10 @@ MAX_TEXT_BYTES = 2**30  # of one split in memory
 LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 MEASURED = "3.12.1"  # the Python whose library the tables of README are of
+# The name of a file such as set-train.jsonl or valid/1.txt.
+_NAMED_SPLIT = re.compile(
+    r"(?i)(?:^|[/._-])(?:(train(?:ing)?)|val|valid|validation|dev|test|eval)(?=[/._-])"
+)
 _OF_A_RECIPE = """(in a recipe --param="TEXT='PATH'" or "BOOKS='PATH'")"""
 _CLAIM = {"lock", "environment.json", "data.json", "config.gin"}  # of a run that starts
 _BELOW = Bound(
@@ -190,13 +196,15 @@ def _parts_of_file(
     config: CorpusConfig, documents: Iterator[Document]
 ) -> Iterator[tuple[Split, Document]]:
     """The parts of the only document, divided after a line, else after a word, else between
-    characters; only one part and the whole text are in memory."""
+    characters, where the first has half of its share or more; only one part and the whole text are
+    in memory."""
     name, text, *_ = next(documents)
     end = len(text) * (100 - config.validation_percent) // 100
     if end < len(text):
         while end and text[end] & 0xC0 == 0x80:
             end -= 1
-        end = (text.rfind(b"\n", 0, end) + 1) or (text.rfind(b" ", 0, end) + 1) or end
+        cuts = (text.rfind(end_of, end // 2, end) + 1 for end_of in (b"\n", b" "))
+        end = next(filter(None, cuts), end)
     yield "validation", Document(name, text[end:])
     text = text[:end]
     yield "train", Document(name, text)
@@ -222,9 +230,23 @@ def _input_files(
     if (first := len(files) - num_held_out) < 1:
         raise DataError(f"{path} has {len(files)} files: {num_held_out} cannot be held out")
     if not num_held_out:
+        _warn_of_split_names(path, named)
         return [(None, *file) for file in files]
     held_out: dict[Split, Any] = {"train": files[:first], "validation": files[first:]}
     return [(split, *file) for split in splits for file in held_out[split]]
+
+
+def _warn_of_split_names(path: Path, names: Iterable[str]) -> None:
+    """Warns of files that were meant to be held out, if others were meant to be trained on."""
+    found = {bool(match[1]): name for name in names if (match := _NAMED_SPLIT.search(name))}
+    if len(found) == 2:
+        _warn_once(
+            f"{path}: {found[False]} is read as {found[True]} is, their names say nothing here: "
+            "put files into folders train/ and validation/, or choose some by a glob"
+        )
+
+
+_warn_once = functools.cache(partial(logging.warning, "%s"))
 
 
 def _folder_files(root: Path, part: str, glob: str) -> dict[str, Path]:
