@@ -163,7 +163,7 @@ def test_parts_whose_documents_begin_and_end_otherwise_are_refused(mixture, tmp_
         return mixture.replace(parts=tuple(parts)).vocab_size
 
     assert use(bos_id=0, eos_id=1) == use() == 258
-    words = "differ in the ids of bos and eos, (1, 1) and (0, 1): set TokenizerConfig.bos_id"
+    words = f"parts differ ({path} and {path})|set TokenizerConfig.bos_id and eos_id of the text"
     refused(words, use, bos_id=1, error=DataError)
 
 
@@ -228,9 +228,7 @@ def test_a_changed_text_is_refused_with_the_option_that_gives_another(tmp_path, 
     assert_refused(r"data changed since .* was started")
     assert read(str(folder)) == 40
     corpora.text_folder(tmp_path / "two", {"train/a.txt": "a", "validation/b.txt": "b"})
-    words = (
-        "two has a text to train on and one held out: name one of them (--background=|/validation)"
-    )
+    words = "two has splits: name one, --background=|two/validation"
     refused(words, read, f"{tmp_path}/two")
     assert read(f"{tmp_path}/two/validation") == 1
     (tmp_path / "data.json").unlink()  # of a run that was not trained on text of its own

@@ -27,10 +27,7 @@ MAX_TEXT_BYTES = 2**30  # of one split in memory
 LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 MEASURED = "3.12.1"  # the Python whose library the tables of README are of
-# The name of a file such as set-train.jsonl or valid/1.txt.
-_NAMED_SPLIT = re.compile(
-    r"(?i)(?:^|[/._-])(?:(train(?:ing)?)|val|valid|validation|dev|test|eval)(?=[/._-])"
-)
+_NAMED_SPLIT = re.compile(r"(?i)(?:^|[/._-])(?:(train)|val|valid|validation|dev|test)[/._-]")
 _OF_A_RECIPE = """(in a recipe --param="TEXT='PATH'" or "BOOKS='PATH'")"""
 _CLAIM = {"lock", "environment.json", "data.json", "config.gin"}  # of a run that starts
 _BELOW = Bound(

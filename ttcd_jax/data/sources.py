@@ -266,20 +266,14 @@ class MixtureConfig(WeightedConfig):
     @property
     def _alike(self) -> tuple[TextConfig | RecordsConfig, ...]:
         """The parts. Raises `DataError` if their tokenizers differ."""
-        first, *others = (part.tokenizer for part in self.parts)
-        content = first.path and read_json(storage.copy_of(first.path))
-        for other in others:
-            paths = f"({first.path or 'byte'} and {other.path or 'byte'})"
-            if content != (other.path and read_json(storage.copy_of(other.path))):
+        first, *others = tokenizers = [part.tokenizer for part in self.parts]
+        contents = [x.path and read_json(storage.copy_of(x.path)) for x in tokenizers]
+        for other, content in zip(others, contents[1:], strict=True):
+            if content != contents[0] or _ends(first, other) != _ends(other, first):
                 raise DataError(
-                    f"the tokenizers of MixtureConfig.parts differ {paths}: prepare the records by "
-                    "the one of the text"
-                )
-            if (ends := _ends(first, other)) != (its := _ends(other, first)):
-                raise DataError(
-                    f"the tokenizers of MixtureConfig.parts {paths} differ in the ids of bos and "
-                    f"eos, {ends} and {its}: set TokenizerConfig.bos_id and eos_id of the text to "
-                    "those of the records"
+                    f"the tokenizers of MixtureConfig.parts differ ({first.path or 'byte'} and "
+                    f"{other.path or 'byte'}): prepare the records by the one of the text, and set "
+                    "TokenizerConfig.bos_id and eos_id of the text to those of the records"
                 )
         return self.parts
 
@@ -366,10 +360,7 @@ def text_records(
         )
     if text is not None:
         if has_splits(Path(text)):
-            raise UserError(
-                f"--{option}={text} has a text to train on and one held out: name one of them "
-                f"(--{option}={text}/validation)"
-            )
+            raise UserError(f"--{option}={text} has splits: name one, --{option}={text}/validation")
         given = CorpusConfig(kind="text", path=text, validation_percent=0)
         return [encode_documents(load_documents(given, "train"), tokenizer)]
     if (config := text_data(data)) is None:
