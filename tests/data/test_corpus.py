@@ -107,6 +107,16 @@ def test_files_and_documents_of_a_file_are_held_out_by_their_names(tmp_path):
         assert 5 <= len(load_documents(config, "validation")) <= 30
 
 
+def test_names_that_mean_splits_are_warned_of(tmp_path, caplog):
+    for name in ("train-0.txt", "testimony.txt", "set.valid.txt"):
+        assert not caplog.text
+        config = _folder(tmp_path, [name], **ALL)
+        load_documents(config, "train")
+    load_documents(config, "train")
+    assert caplog.text.count("set.valid.txt is read as train-0.txt is") == 1
+    assert "put files into folders train/ and validation/" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "percent", "end"),
     [
@@ -115,6 +125,7 @@ def test_files_and_documents_of_a_file_are_held_out_by_their_names(tmp_path):
         ("x" * 99, 10, b"x"),
         ("x" + "\u65e5" * 50, 10, "\u65e5".encode()),
         ("one line\nand half a", 0, b"half a"),
+        ("a title\n" + "one long line " * 40, 10, b" "),
     ],
 )
 def test_one_file_is_split_after_a_line_else_a_word_else_a_character(tmp_path, text, percent, end):
@@ -198,7 +209,10 @@ def test_text_that_is_too_large_for_memory_is_refused(tmp_path, monkeypatch):
     refused(f"1.17 KiB of text and more|{remedy}", load_documents, config, "train")
 
 
-LINKS = [("a.txt", "/s.txt", "*.txt"), ("deep", "", "*/*.txt"), ("train", "", "*.txt")]
+LINKS = [
+    *(("a.txt", "/s.txt", "*.txt"), ("deep", "", "*/*.txt"), ("train", "", "*.txt")),
+    *(("deep", "", "**/*.txt"), ("a.txt", "/gone.txt", "*.txt")),
+]
 
 
 @pytest.mark.parametrize(("link", "file", "glob"), LINKS)
@@ -210,10 +224,17 @@ def test_links_that_leave_the_folder_are_refused(tmp_path, link, file, glob):
     words = f"text/{link} is a link that leaves |cp -rLl"
     refused(words, load_documents, config, "train", error=DataError)
     (text / link).unlink()
+    (text / "d.txt").symlink_to("gone.txt")
+    words = "d.txt cannot be read: No such file"
+    refused(words, load_documents, config.replace(glob="*.txt"), "train", error=DataError)
+    (text / "d.txt").unlink()
     (text / "d.txt").symlink_to("b.txt")  # one that stays
     (tmp_path / "link").symlink_to(text)
     config = config.replace(path=str(tmp_path / "link"), glob="*.txt")
     assert _names(load_documents(config, "train")) == ["b.txt", "d.txt"]
+    (text / "other").symlink_to("../../secret")
+    config = config.replace(path=str(text), glob="validation/**/*.txt")
+    assert _names(load_documents(config, "train")) == ["validation/c.txt"]
 
 
 def test_links_of_the_hugging_face_cache_are_good_and_others_are_not(tmp_path):

@@ -304,7 +304,8 @@ def test_kinds_of_token_ids_of_tables(tmp_path, suffix):
     path, ids = corpora.table(tmp_path / f"a.{suffix}", ID_KINDS), np.arange(1, 4, dtype="<i4")
     for column, count in (("short", 1), ("long", 1), ("fixed", 3)):
         assert _documents(path, column) == [ids.tobytes()] * count
-    refused("is no intact| with 1 nulls", _documents, path, "holes", error=DataError)
+    words = f"a.{suffix} has null among the ids of 'holes': drop such rows"
+    refused(words, _documents, path, "holes", error=DataError)
     refused("row 0: 'words' is no text but list", _documents, path, "words", error=DataError)
     refused("row 0: 'n' is no text but int", _documents, path, "n", error=DataError)
     refused("no column 'text'; pass --field (there: short,", _documents, path, error=DataError)
@@ -338,6 +339,7 @@ OBJECTS = "write an object on each line (jq -c"
         (_mds(column_sizes=[None]), "columns without a name, an encoding or a size"),
         (_mds(column_encodings=["pkl", "int", "int", "bytes", "str"]), "pickled columns"),
         (_mds(samples=6), "does not hold the 6 samples"),
+        (_mds(raw_data={"basename": "0/x.mds", "bytes": 1}), "'0/x.mds'|(--glob='*/index.json')"),
         (_mds(raw_data={"basename": "../x.mds", "bytes": 1}), "lists '../x.mds'"),
         (_mds(zip_data={"basename": "/etc/x"}), "lists '/etc/x', outside its folder"),
         (_mds(raw_data={"basename": "gone.mds", "bytes": 1}), "no shard at |gone.mds"),

@@ -15,7 +15,7 @@ from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.sources import MixedRows, MixtureConfig, RecordsConfig, TextConfig
-from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
+from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer, train_tokenizer
 from ttcd_jax.errors import DataError
 
 BATCH = 4
@@ -153,6 +153,20 @@ def test_parts_of_two_tokenizers_are_refused(mixture, tmp_path):
         refused(words, use, error=DataError)
 
 
+def test_parts_whose_documents_begin_and_end_otherwise_are_refused(mixture, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(train_tokenizer(["a text"], 258))
+
+    def use(**ids):
+        tokenizers = (TokenizerConfig(kind="json", path=str(path), **x) for x in (ids, {}))
+        parts = [mixture.parts[1].replace(tokenizer=x) for x in tokenizers]
+        return mixture.replace(parts=tuple(parts)).vocab_size
+
+    assert use(bos_id=0, eos_id=1) == use() == 258
+    words = f"parts differ ({path} and {path})|set TokenizerConfig.bos_id and eos_id of the text"
+    refused(words, use, bos_id=1, error=DataError)
+
+
 ONE = TextConfig(corpus=CorpusConfig(), tokenizer=BYTES, seq_len=SEQ_LEN)
 MIXED = functools.partial(MixtureConfig, parts=(ONE, ONE), seq_len=SEQ_LEN)
 RECORDS = functools.partial(RecordsConfig, paths="x", seq_len=SEQ_LEN)
@@ -213,6 +227,10 @@ def test_a_changed_text_is_refused_with_the_option_that_gives_another(tmp_path, 
     (folder / "01.txt").write_text("The text of file one.\n")
     assert_refused(r"data changed since .* was started")
     assert read(str(folder)) == 40
+    corpora.text_folder(tmp_path / "two", {"train/a.txt": "a", "validation/b.txt": "b"})
+    words = "two has splits: name one, --background=|two/validation"
+    refused(words, read, f"{tmp_path}/two")
+    assert read(f"{tmp_path}/two/validation") == 1
     (tmp_path / "data.json").unlink()  # of a run that was not trained on text of its own
     assert read() == (4 if is_mixed else 2)
     shutil.rmtree(folder)

@@ -2,9 +2,12 @@
 
 import functools
 import hashlib
+import os
 import platform
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
@@ -24,6 +27,7 @@ MAX_TEXT_BYTES = 2**30  # of one split in memory
 LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 MEASURED = "3.12.1"  # the Python whose library the tables of README are of
+_NAMED_SPLIT = re.compile(r"(?i)(?:^|[/._-])(?:(train)|val|valid|validation|dev|test)[/._-]")
 _OF_A_RECIPE = """(in a recipe --param="TEXT='PATH'" or "BOOKS='PATH'")"""
 _CLAIM = {"lock", "environment.json", "data.json", "config.gin"}  # of a run that starts
 _BELOW = Bound(
@@ -158,6 +162,10 @@ def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
     return documents
 
 
+def has_splits(path: Path) -> bool:
+    return all((path / split).is_dir() for split in SPLITS)
+
+
 def input_bytes(config: CorpusConfig, splits: tuple[Split, ...] = SPLITS) -> int:
     """Bytes of the files at `config.path`, packed as they are."""
     files = (with_companions(file) for _, _, file in _input_files(config, splits))
@@ -185,13 +193,15 @@ def _parts_of_file(
     config: CorpusConfig, documents: Iterator[Document]
 ) -> Iterator[tuple[Split, Document]]:
     """The parts of the only document, divided after a line, else after a word, else between
-    characters; only one part and the whole text are in memory."""
+    characters, where the first has half of its share or more; only one part and the whole text are
+    in memory."""
     name, text, *_ = next(documents)
     end = len(text) * (100 - config.validation_percent) // 100
     if end < len(text):
         while end and text[end] & 0xC0 == 0x80:
             end -= 1
-        end = (text.rfind(b"\n", 0, end) + 1) or (text.rfind(b" ", 0, end) + 1) or end
+        cuts = (text.rfind(end_of, end // 2, end) + 1 for end_of in (b"\n", b" "))
+        end = next(filter(None, cuts), end)
     yield "validation", Document(name, text[end:])
     text = text[:end]
     yield "train", Document(name, text)
@@ -205,12 +215,11 @@ def _input_files(
         found = _files(Path(sysconfig.get_paths()["stdlib"]), "**/*.py").items()
         return [(None, *x) for x in found if LEFT_OUT_OF_STDLIB.isdisjoint(x[0].split("/"))]
     path, num_held_out = Path(config.path), config.validation_files
-    has_splits = all((path / split).is_dir() for split in SPLITS)
     if not (path.is_file() or path.is_dir() or path.is_fifo()):  # but a device
         raise DataError(f"no file or folder at {path}: give the path of the text {_OF_A_RECIPE}")
-    if num_held_out and (has_splits or not path.is_dir()):
+    if num_held_out and (has_splits(path) or not path.is_dir()):
         raise DataError(f"{path} has no files to hold out: it is one file or has its own splits")
-    if has_splits:
+    if has_splits(path):
         found = {split: _folder_files(path, split, config.glob) for split in splits}
         return [(split, *file) for split in splits for file in found[split].items()]
     named = _folder_files(path, ".", config.glob) if path.is_dir() else {path.name: path}
@@ -218,17 +227,31 @@ def _input_files(
     if (first := len(files) - num_held_out) < 1:
         raise DataError(f"{path} has {len(files)} files: {num_held_out} cannot be held out")
     if not num_held_out:
+        _warn_of_split_names(path, named)
         return [(None, *file) for file in files]
     held_out: dict[Split, Any] = {"train": files[:first], "validation": files[first:]}
     return [(split, *file) for split in splits for file in held_out[split]]
+
+
+def _warn_of_split_names(path: Path, names: Iterable[str]) -> None:
+    """Warns of files that were meant to be held out, if others were meant to be trained on."""
+    found = {bool(match[1]): name for name in names if (match := _NAMED_SPLIT.search(name))}
+    if len(found) == 2:
+        _warn_once(
+            f"{path}: {found[False]} is read as {found[True]} is, their names say nothing here: "
+            "put files into folders train/ and validation/, or choose some by a glob"
+        )
+
+
+_warn_once = functools.cache(partial(logging.warning, "%s"))
 
 
 def _folder_files(root: Path, part: str, glob: str) -> dict[str, Path]:
     """The files of a part of `root` by name. Raises `DataError` without one, and for a file that a
     link brings in from elsewhere. The links of the Hugging Face cache are good: from a folder in
     `snapshots` to the `blobs` beside it."""
-    files = _files(root / part, glob)
-    if not files:
+    files, links = _files(root / part, glob), _links_passed_over(root / part, glob)
+    if not (files or links):
         raise DataError(
             f"no file under {root / part} matches {glob!r} (CorpusConfig.glob of a recipe): put "
             "text there, or name a file"
@@ -236,7 +259,7 @@ def _folder_files(root: Path, part: str, glob: str) -> dict[str, Path]:
     inside = root.resolve()
     caches = (x.parent for x in (inside, *inside.parents) if x.name == "snapshots")
     inside = next((cache for cache in caches if (cache / "blobs").is_dir()), inside)
-    for found in {path if path.is_symlink() else path.parent for path in files.values()}:
+    for found in {*links, *(x if x.is_symlink() else x.parent for x in files.values())}:
         if not found.resolve().is_relative_to(inside):
             raise DataError(
                 f"{found} is a link that leaves {root}: give a copy of the folder (cp -rLl makes "
@@ -253,9 +276,25 @@ def _files(folder: Path, glob: str) -> dict[str, Path]:
         return _is_run(folder / part) or (part != part.parent and is_in_run(part.parent))
 
     depth = len(folder.parts)  # `relative_to` is slow
-    names = (PurePath(*path.parts[depth:]) for path in folder.glob(glob) if path.is_file())
+    found = (path for path in folder.glob(glob) if path.is_file() or _is_broken(path))
+    names = (PurePath(*path.parts[depth:]) for path in found)
     kept = sorted(name.as_posix() for name in names if not is_in_run(name.parent))
     return {name: folder / name for name in kept}
+
+
+def _is_broken(path: Path) -> bool:
+    """Whether it is a link to nothing, and no lock of an editor: reading it is an error."""
+    return path.is_symlink() and not path.exists() and path.name[0] != "."
+
+
+def _links_passed_over(folder: Path, glob: str) -> list[Path]:
+    """The linked folders below `folder` with files of the kind: `**` does not enter them."""
+    if "**" not in (parts := PurePath(glob).parts):
+        return []
+    head = PurePath(*parts[: parts.index("**")]).as_posix()
+    trees = [folder] if head == "." else folder.glob(head)
+    below = (Path(x, name) for top in trees for x, names, _ in os.walk(top) for name in names)
+    return [x for x in below if x.is_symlink() and any(x.rglob(parts[-1]))]
 
 
 def _is_run(folder: Path) -> bool:

@@ -228,6 +228,8 @@ def _table(path: Path, column: str) -> Iterator[bytes | np.ndarray]:
             kind, types = values.type, pyarrow.types
             is_list = types.is_list(kind) or types.is_large_list(kind)
             if (is_list or types.is_fixed_size_list(kind)) and types.is_integer(kind.value_type):
+                if values.flatten().null_count:
+                    _refuse(path, f"has null among the ids of {column!r}: drop such rows")
                 empty = pyarrow.array([], kind.value_type)
                 yield from ((row.values if row.is_valid else empty).to_numpy() for row in values)
             else:
@@ -310,7 +312,8 @@ class _Shard:
         files = [part["basename"] for part in (raw, packed) if part]
         for name in files:
             if not is_file_name(name):
-                _refuse(index, f"lists {name!r}, outside its folder: do not use it")
+                beside = "choose the index beside the shards (--glob='*/index.json')"
+                _refuse(index, f"lists {name!r}, outside its folder: {beside}")
         self.path = index.with_name(files[0])
         if packed and not self.path.is_file():
             self.path = index.with_name(files[1])

@@ -15,7 +15,14 @@ import grain
 from ttcd_jax import config as configs
 from ttcd_jax import storage
 from ttcd_jax.data import records
-from ttcd_jax.data.corpus import CorpusConfig, EmptySplitError, Split, load_documents, manifest
+from ttcd_jax.data.corpus import (
+    CorpusConfig,
+    EmptySplitError,
+    Split,
+    has_splits,
+    load_documents,
+    manifest,
+)
 from ttcd_jax.data.packing import BestFitRows, DocumentRows, PackedRows, encode_documents
 from ttcd_jax.data.pipeline import ENDLESS, RowSource
 from ttcd_jax.data.records import Metadata, TokenRecords
@@ -259,13 +266,14 @@ class MixtureConfig(WeightedConfig):
     @property
     def _alike(self) -> tuple[TextConfig | RecordsConfig, ...]:
         """The parts. Raises `DataError` if their tokenizers differ."""
-        paths = [part.tokenizer.path for part in self.parts]
-        contents = [path and read_json(storage.copy_of(path)) for path in paths]
-        for path, content in zip(paths, contents, strict=True):
-            if content != contents[0]:
+        first, *others = tokenizers = [part.tokenizer for part in self.parts]
+        contents = [x.path and read_json(storage.copy_of(x.path)) for x in tokenizers]
+        for other, content in zip(others, contents[1:], strict=True):
+            if content != contents[0] or _ends(first, other) != _ends(other, first):
                 raise DataError(
-                    f"the tokenizers of MixtureConfig.parts differ ({paths[0] or 'byte'} and "
-                    f"{path or 'byte'}): prepare the records by the one of the text"
+                    f"the tokenizers of MixtureConfig.parts differ ({first.path or 'byte'} and "
+                    f"{other.path or 'byte'}): prepare the records by the one of the text, and set "
+                    "TokenizerConfig.bos_id and eos_id of the text to those of the records"
                 )
         return self.parts
 
@@ -289,6 +297,13 @@ class MixtureConfig(WeightedConfig):
         rows, num_rows = self.mixed([(x, found["num_rows"]) for x, found in parts], batch_size)
         manifests = [found for _, found in parts]
         return rows, {"kind": "mixture", "num_rows": num_rows, "parts": manifests}
+
+
+def _ends(config: TokenizerConfig, other: TokenizerConfig) -> tuple[int | None, int | None]:
+    """(bos, eos), which are those of the file only where the configurations differ."""
+    is_same = (config.bos_id, config.eos_id) == (other.bos_id, other.eos_id)
+    found = config if is_same else build_tokenizer(config)
+    return found.bos_id, found.eos_id
 
 
 class BatchesConfig(configs.Config):
@@ -344,6 +359,8 @@ def text_records(
             "--tokenizer=FILE.json or --tokenizer=byte"
         )
     if text is not None:
+        if has_splits(Path(text)):
+            raise UserError(f"--{option}={text} has splits: name one, --{option}={text}/validation")
         given = CorpusConfig(kind="text", path=text, validation_percent=0)
         return [encode_documents(load_documents(given, "train"), tokenizer)]
     if (config := text_data(data)) is None:
