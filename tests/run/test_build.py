@@ -52,6 +52,9 @@ def test_copies_of_a_model_stay_in_a_node_where_its_state_leaves_room_and_rows_d
         (small, 64, 8, 4e9, (2, 16, 2, 1)),
         (large, 64, 8, 80e9, (4, 8, 2, 1)),  # 12.1 of 10 GB
         (large, 64, 8, 141e9, (8, 4, 2, 1)),
+        # 24 devices do not divide a dim of 4,096, 8 do.
+        (large.replace(batch_size=24), 24, 3, 80e9, (3, 8, 1, 1)),
+        (large.replace(batch_size=48), 48, 6, 80e9, (3, 16, 1, 1)),
         (small.replace(batch_size=12), 24, 3, 80e9, (3, 4, 2, 1)),
         (small.replace(batch_size=24), 8, 3, 80e9, (1, 8, 1, 1)),  # 3, 3 and 2 devices
     ):

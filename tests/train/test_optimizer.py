@@ -8,17 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from checks import assert_close, distance, draw
+from checks import assert_close, distance, draw, refused
 from devices import elsewhere
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from small_models import config_of
 
 from ttcd_jax import OptimizerConfig, Precision
+from ttcd_jax.sharding.mesh import AXES
 from ttcd_jax.train import optimizer as optimizers
 from ttcd_jax.train.layers_on_disk import by_name
 from ttcd_jax.train.muon import group_of, orthogonalized, parameter_groups
 from ttcd_jax.train.optimizer import MuonSettings, ScheduleConfig, build_optimizer
-from ttcd_jax.train.state import init_params, logical_axes, state_of
+from ttcd_jax.train.state import init_params, logical_axes, state_of, state_shardings
 
 
 def test_the_floor_of_a_schedule_holds_after_the_last_step():
@@ -95,6 +96,13 @@ def test_state_of_a_model_holds_one_buffer_per_matrix_and_two_moments_for_the_re
     held = [leaf for leaf in jax.tree.leaves(state["opt_state"]) if leaf.ndim]
     assert {str(leaf.dtype) for leaf in held} == {"float32"}
     assert sum(leaf.size for leaf in held) == sizes["muon"] + 2 * sizes["adamw"]
+
+
+def test_an_optimizer_whose_arrays_are_no_moments_is_refused():
+    mesh = AbstractMesh((1,) * len(AXES), AXES)
+    factored = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+    words = "keeps an array [8] for a parameter [11, 8]|choose one"
+    refused(words, state_shardings, MODEL, factored, mesh)
 
 
 ROWS, COLUMNS = 64, 128

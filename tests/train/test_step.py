@@ -18,8 +18,9 @@ from ttcd_jax.train import step as step_module
 from ttcd_jax.train.bad_steps import fault, judged, no_skips
 from ttcd_jax.train.loop import MetricCallback, StateCallback, train
 from ttcd_jax.train.metrics import IN_STEP, in_step
+from ttcd_jax.train.optimizer import OptimizerConfig, ScheduleConfig, build_optimizer, learning_rate
 from ttcd_jax.train.state import init_params, state_of
-from ttcd_jax.train.step import make_train_step
+from ttcd_jax.train.step import make_train_step, step_with
 
 MEMORY = MemoryConfig(chunk_size=4, form="blocked", teacher_conv_init="identity")
 MODEL = config_of(
@@ -158,3 +159,35 @@ def test_a_skipped_step_changes_no_array_but_its_counts(monkeypatch, parts, kind
     good, metrics = step(after, batch)
     assert not metrics["is_skipped"]
     assert_same(good["params"], step(state, batch)[0]["params"])
+
+
+def _steps(gradients, marked=1, dtype="float32"):
+    """(metrics, change of a parameter) of AdamW's steps along these gradients of the sum."""
+    schedule = ScheduleConfig(peak=0.5, steps=8, warmup=4)
+    config = OptimizerConfig(weight_decay=0.0, clip_norm=None, schedule=schedule)
+    rate = learning_rate(schedule)
+    optimizer = build_optimizer(config, rate, {"x": ("embed",)})
+    batch = {"loss_mask": jnp.ones(marked, bool)}
+    state = state_of(optimizer, {"x": jnp.zeros(1, dtype)}) | {"skips": no_skips()}
+    for gradient in gradients:
+        grads = {"x": jnp.full(1, gradient, dtype)}
+        step = step_with(lambda *_, grads=grads: ((jnp.float32(1), {}), grads), optimizer, rate)
+        before = state["params"]["x"]
+        state, metrics = step(state, batch)
+        yield metrics, float((state["params"]["x"] - before)[0])
+
+
+def test_the_rate_is_that_of_the_step_after_skipped_ones_too():
+    found = [(float(x["learning_rate"]), -moved) for x, moved in _steps([1, np.nan, np.nan, 1, 1])]
+    np.testing.assert_allclose([x for x, _ in found], [0.125, 0.25, 0.375, 0.5, 0.5])
+    np.testing.assert_allclose([x for _, x in found], [0.125, 0, 0, 0.5, 0.5], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradient", "marked"), [("bfloat16", 256, 257), ("float16", 60_000, 70_001)]
+)
+def test_the_mean_of_narrow_gradients_is_over_all_targets(dtype, gradient, marked):
+    """Their dtypes make 256 of the one number of targets, and infinity of the other."""
+    ((metrics, _),) = _steps([gradient], marked, dtype)
+    mean = jnp.asarray(float(jnp.asarray(gradient, dtype)) / marked, dtype)
+    assert float(metrics["grad_norm"]) == float(mean)

@@ -4,7 +4,8 @@ A recipe fixes the batch; the fields of `RunConfig` that it leaves open follow f
 
     mesh                 rows along data x fsdp: gcd(batch_size, number of devices); seq: the rest.
                          data: as many of the nodes as divide the rows, fewer where a copy of the
-                         model would take more than `STATE_SHARE` of its devices' memory
+                         model would take more than `STATE_SHARE` of its devices' memory and
+                         fewer copies divide their parameters among their devices
     accumulation_steps   the fewest parts of at most `PART_TOKENS` tokens per device, or of one row
     model.remat          "dots"
     model.scans_layers   True
@@ -62,7 +63,10 @@ def mesh_config(
     seq, copies = by_tokens(num_devices), math.gcd(nodes, config.batch_size, num_devices)
     if copies > 1:
         most = STATE_SHARE * memory_bytes * num_devices / (STATE_BYTES * num_params(config.model))
-        copies = max(n for n in range(1, copies + 1) if copies % n == 0 and n <= max(most, 1))
+        counts = [n for n in range(1, copies + 1) if copies % n == 0]
+        dim = config.model.dim  # which the devices of a copy divide
+        counts = [n for n in counts if dim % (num_devices // n) == 0] or counts
+        copies = max((n for n in counts if n <= most), default=counts[0])
     return MeshConfig(data=copies, fsdp=num_devices // seq // copies, seq=seq, slices=copies)
 
 

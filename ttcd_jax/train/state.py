@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int
 
+from ttcd_jax.errors import UserError
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.sharding.rules import replicated, shardings
@@ -68,14 +69,28 @@ def state_shardings(
     config: TransformerConfig, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
 ) -> Params:
     """The shardings of the training state, in its structure: an optimizer's array of a parameter is
-    sharded like that parameter, all else is replicated."""
-    params = params_shardings(config, mesh)
+    sharded like that parameter, all else is replicated. Raises `UserError` for such an array of
+    another shape."""
+    params, arrays = params_shardings(config, mesh), abstract_params(config)
     whole = replicated(mesh)
+
+    def placed(leaf: Any, where: Any, param: Any) -> Any:
+        if isinstance(leaf, optax.MaskedNode):
+            return leaf
+        if leaf.shape != param.shape:
+            raise UserError(
+                f"the optimizer keeps an array {[*leaf.shape]} for a parameter {[*param.shape]}, "
+                "and both are sharded and stored alike: choose one whose arrays have the "
+                "parameters' shapes, as AdamW's; factored moments have not"
+            )
+        return where
+
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda leaf, where: leaf if isinstance(leaf, optax.MaskedNode) else where,
-        jax.eval_shape(optimizer.init, abstract_params(config)),
+        placed,
+        jax.eval_shape(optimizer.init, arrays),
         params,
+        arrays,
         transform_non_params=lambda _: whole,
         is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )

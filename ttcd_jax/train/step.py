@@ -92,10 +92,13 @@ def step_with(
         count = batch["loss_mask"].sum()
         (loss, found), grads = gradients(state["params"], batch, state["step"])
         loss, count = loss / count, jnp.maximum(count, 1)  # no target: no mean, no gradient
-        grads = jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
+        # Where bfloat16 would round the count, and float16 has none above 65,504.
+        wide = count.astype(jnp.promote_types(loss.dtype, jnp.float32))
+        grads = jax.tree.map(lambda g: (g / wide).astype(g.dtype), grads)
         rate = learning_rate(state["step"])
         metrics = {"loss": loss, "grad_norm": global_norm(grads), "learning_rate": rate}
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        before = _at_step(state["opt_state"], state["step"])
+        updates, opt_state = optimizer.update(grads, before, state["params"])
         new = TrainState(params=state["params"], opt_state=opt_state, step=state["step"] + 1)
         is_good = is_finite(metrics)
         if "skips" in state:
@@ -108,6 +111,18 @@ def step_with(
         return new, metrics | found
 
     return train_step
+
+
+def _at_step(opt_state: Any, step: Int[Array, ""]) -> Any:
+    """The optimizer's state with its schedules at this step: their own counts lack skipped ones."""
+
+    def is_schedule(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    def moved(node: Any) -> Any:
+        return node._replace(count=step) if is_schedule(node) else node
+
+    return jax.tree.map(moved, opt_state, is_leaf=is_schedule)
 
 
 def is_finite(metrics: Metrics) -> Bool[Array, ""]:
