@@ -99,6 +99,21 @@ def test_a_template_that_rewrites_history_is_read_from_its_beginning(model, toke
     assert found == _whole(model, tokenizer, "3<|user|>b<|assistant|>", 5)
 
 
+@pytest.mark.parametrize("leaves_early", [False, True])
+def test_what_is_in_no_message_is_not_remembered(leaves_early, model, tokenizer, float64):
+    """The beginning of a stop string is read before it is known to be one; left early it is too."""
+    first = "<|user|>one<|end|><|assistant|>"
+    stop = _whole(model, tokenizer, first, 20)[5:8]
+    chat = Chat(model, tokenizer, TEMPLATE, max_length=400, max_new_tokens=20, stop=(stop,))
+    events = chat.answer("one")
+    [next(events) for _ in range(2)] if leaves_early else [*events]
+    events.close()
+    kept = chat.messages[-1]["content"]
+    found = "".join(event.text for event in chat.answer("two"))
+    second = f"{first}{tokenizer.quoted(kept)}<|end|><|user|>two<|end|><|assistant|>"
+    assert found == _whole(model, tokenizer, second, 20).partition(stop)[0]
+
+
 def test_full_attention_needs_the_length_of_a_conversation(tokenizer):
     model = inference_model(model_of("full", vocab_size=260))
     refused("give max_length", next, (chat := Chat(model, tokenizer, TEMPLATE)).answer("a"))

@@ -47,8 +47,9 @@ def rendered(template: str, messages: list[Message], **names: Any) -> str:
 
 class Chat:
     """Messages, and the state of the model that has read them, which is kept from turn to turn;
-    where the template writes earlier messages in another way, all is read again. `max_length`: the
-    most tokens of a conversation under full attention. `settings` are those of every `Request`."""
+    where the template writes earlier messages in another way, or an answer ended at a stop string
+    or was left early, all is read again. `max_length`: the most tokens of a conversation under full
+    attention. `settings` are those of every `Request`."""
 
     def __init__(
         self,
@@ -82,11 +83,14 @@ class Chat:
         new = tokenizer.encode_marked(whole.removeprefix(self._read))
         request = Request(tokens=new, begins_with_bos=False, **self._settings)
         generation = Generation(self._model, tokenizer, [request], state=self._state)
-        self.messages, answer = messages, ""
+        self.messages, answer, end = messages, "", None
         try:
             for event in generation:
-                answer += event.text
+                answer, end = answer + event.text, event.finish_reason
                 yield event
         finally:
-            self._state, self._read = generation.state, whole + tokenizer.quoted(answer)
+            # What was held back, perhaps the beginning of a stop string, is read and in no message.
+            is_whole = end in ("eos", "length")
+            self._state = generation.state
+            self._read = whole + tokenizer.quoted(answer) if is_whole else ""
             self.messages.append({"role": "assistant", "content": answer})
