@@ -19,6 +19,7 @@ TEMPLATE = """{%- for message in messages %}
 <|{{ message.role }}|>{{ message.content }}{{ eos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+NAMED = '{"chat_template": [{"name": "default", "template": "c"}]}'
 SPECIALS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 
@@ -51,6 +52,9 @@ def test_a_template_is_rendered_with_its_tokens_and_cannot_do_harm():
     messages = [{"role": "user", "content": "<|end|> {{ 1 }}"}]
     text = rendered(TEMPLATE, messages, eos_token="<|end|>")
     assert text == "<|user|><|end|> {{ 1 }}<|end|><|assistant|>"
+    # As transformers does: no newline at the end, JSON without escapes of HTML, its own tag.
+    own = "{% generation %}\n{{ 'é<\\'' | tojson }}\n{% endgeneration %}\n{{ 2 }}\n"
+    assert rendered(own, messages) == '"é<\'"\n2'
     for template, words in [
         ("{{ ''.__class__.__mro__ }}", "SecurityError"),
         ("{{ messages.clear() }}", "SecurityError"),
@@ -134,6 +138,8 @@ def test_bos_is_added_as_the_checkpoint_does(model, tokenizer, float64):
     [
         ({"chat_template.jinja": "a"}, "a"),
         ({"tokenizer_config.json": '{"chat_template": "b"}'}, "b"),
+        ({"tokenizer_config.json": '{"chat_template": [{"name": "x"}]}'}, None),
+        ({"tokenizer_config.json": NAMED}, "c"),
         ({"tokenizer_config.json": "{}"}, None),
         ({}, None),
     ],
