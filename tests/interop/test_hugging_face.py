@@ -94,6 +94,7 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers":
         ({"model_type": "qwen2", "layer_types": None} | SLIDING, "full_attention, sliding"),
         ({"quantization_config": {"bits": 4}}, "quantised weights|bfloat16"),
         (_scaled("longrope"), "rope_type 'longrope'|default"),
+        (_scaled(["yarn"]), "rope_type ['yarn']|default"),
         ({"rope_scaling": [1], "rope_parameters": None}, "rope_scaling=[1]|object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"num_key_value_heads": 4}, "num_kv_heads 4|num_heads 6"),

@@ -184,7 +184,7 @@ def _rope(values: Source) -> RopeConfig:
         return RopeConfig(base=base)
     if kind == "linear":
         return RopeConfig(base=base, linear_factor=inner.positive("factor"))
-    if kind not in ROPES:
+    if str(kind) not in ROPES:
         raise DataError(f"rope_type {kind!r} is not one of default, linear, {', '.join(ROPES)}")
     config, keys = ROPES[kind]
     needed = keys.keys() - (_YARN.keys() - scaling.keys())
