@@ -251,6 +251,8 @@ LINES = [
     (f"{GENERATE} --prompt_file=/dev/zero", 3, "more than 268435456 bytes, the lo"),
     (f"{GENERATE} --prompt_file=- --prompt_file=-", 2, "standard input is read once"),
     (f"{GENERATE} --prompt_file=- --load_state=x --max_length=9", 2, "--load_state has its own"),
+    (f"{GENERATE} --prompt_file=- --max_length=0", 2, "--max_length=0: 0 is not a positive"),
+    (f"{GENERATE} --chat --memory=frozen", 2, "are for texts, not for the conversation"),
     (f"{GENERATE} --prompt_file=- --save_state=tests", 2, "tests exists and is not an empty fol"),
     (f"{GENERATE} --prompt_file=- --load_memory=x --load_state=y", 2, "--load_memory begins a te"),
     (f"{GENERATE} --prompt_file=- --prompt_file=BOOK --save_memory=x", 2, "memory of one text"),

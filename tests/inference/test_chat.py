@@ -19,6 +19,7 @@ TEMPLATE = """{%- for message in messages %}
 <|{{ message.role }}|>{{ message.content }}{{ eos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+NAMED = '{"chat_template": [{"name": "default", "template": "c"}]}'
 SPECIALS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 
@@ -51,6 +52,9 @@ def test_a_template_is_rendered_with_its_tokens_and_cannot_do_harm():
     messages = [{"role": "user", "content": "<|end|> {{ 1 }}"}]
     text = rendered(TEMPLATE, messages, eos_token="<|end|>")
     assert text == "<|user|><|end|> {{ 1 }}<|end|><|assistant|>"
+    # As transformers does: no newline at the end, JSON without escapes of HTML, its own tag.
+    own = "{% generation %}\n{{ 'é<\\'' | tojson }}\n{% endgeneration %}\n{{ 2 }}\n"
+    assert rendered(own, messages) == '"é<\'"\n2'
     for template, words in [
         ("{{ ''.__class__.__mro__ }}", "SecurityError"),
         ("{{ messages.clear() }}", "SecurityError"),
@@ -99,6 +103,21 @@ def test_a_template_that_rewrites_history_is_read_from_its_beginning(model, toke
     assert found == _whole(model, tokenizer, "3<|user|>b<|assistant|>", 5)
 
 
+@pytest.mark.parametrize("leaves_early", [False, True])
+def test_what_is_in_no_message_is_not_remembered(leaves_early, model, tokenizer, float64):
+    """The beginning of a stop string is read before it is known to be one; left early it is too."""
+    first = "<|user|>one<|end|><|assistant|>"
+    stop = _whole(model, tokenizer, first, 20)[5:8]
+    chat = Chat(model, tokenizer, TEMPLATE, max_length=400, max_new_tokens=20, stop=(stop,))
+    events = chat.answer("one")
+    [next(events) for _ in range(2)] if leaves_early else [*events]
+    events.close()
+    kept = chat.messages[-1]["content"]
+    found = "".join(event.text for event in chat.answer("two"))
+    second = f"{first}{tokenizer.quoted(kept)}<|end|><|user|>two<|end|><|assistant|>"
+    assert found == _whole(model, tokenizer, second, 20).partition(stop)[0]
+
+
 def test_full_attention_needs_the_length_of_a_conversation(tokenizer):
     model = inference_model(model_of("full", vocab_size=260))
     refused("give max_length", next, (chat := Chat(model, tokenizer, TEMPLATE)).answer("a"))
@@ -119,6 +138,8 @@ def test_bos_is_added_as_the_checkpoint_does(model, tokenizer, float64):
     [
         ({"chat_template.jinja": "a"}, "a"),
         ({"tokenizer_config.json": '{"chat_template": "b"}'}, "b"),
+        ({"tokenizer_config.json": '{"chat_template": [{"name": "x"}]}'}, None),
+        ({"tokenizer_config.json": NAMED}, "c"),
         ({"tokenizer_config.json": "{}"}, None),
         ({}, None),
     ],

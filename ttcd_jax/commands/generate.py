@@ -68,7 +68,9 @@ flags.DEFINE_enum(
     "in the published code.",
 )
 flags.DEFINE_integer("piece_size", None, "Tokens read at once.", lower_bound=1)
-flags.DEFINE_integer("max_length", None, "Full attention: the most tokens a text will ever have.")
+flags.DEFINE_integer(
+    "max_length", None, "Full attention: the most tokens a text will ever have.", lower_bound=1
+)
 flags.DEFINE_string("save_state", None, "A folder for the state after the texts.")
 flags.DEFINE_string("load_state", None, "The folder of --save_state to continue from.")
 flags.DEFINE_string("save_memory", None, "A folder for what the text left in the memory.")
@@ -124,6 +126,7 @@ def main(argv: list[str]) -> None:
 def _check_flags() -> None:
     file = FLAGS.output and storage.to_path(FLAGS.output)
     others = ("load_state", "save_state", "load_memory", "save_memory", "output", "special_tokens")
+    others += ("memory", "piece_size")
     is_idle = not (FLAGS.prompt_file or FLAGS.chat)
     has_others = FLAGS.chat and any(FLAGS[name].value for name in others)
     has_both = FLAGS.load_state is not None and FLAGS.max_length is not None

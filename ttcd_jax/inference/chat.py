@@ -5,11 +5,14 @@ for event in chat.answer("What is a tide?"):
     print(event.text, end="", flush=True)
 """
 
+import functools
+import json
 import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.ext
 import jinja2.sandbox
 
 from ttcd_jax.data.tokenizer import JsonTokenizer
@@ -23,18 +26,30 @@ _FAILURES = jinja2.TemplateError, TypeError, ValueError, ArithmeticError, Lookup
 _FAILURES += AttributeError, MemoryError
 
 
+class _Marked(jinja2.ext.Extension):
+    """The tag with which templates mark what a model learns to say: here its content alone."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 def rendered(template: str, messages: list[Message], **names: Any) -> str:
-    """The text of a conversation, up to where the assistant's next message begins. A template is
-    code of a checkpoint: it runs in jinja2's sandbox. Raises `DataError` for one that fails, or
-    refuses these messages."""
+    """The text of a conversation, up to where the assistant's next message begins, as transformers
+    renders it. A template is code of a checkpoint: it runs in jinja2's sandbox. Raises `DataError`
+    for one that fails, or refuses these messages."""
 
     def refuse(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
     functions = {"raise_exception": refuse, "strftime_now": time.strftime}
-    blocks: Any = dict.fromkeys(("trim_blocks", "lstrip_blocks", "keep_trailing_newline"), True)
-    extensions = ["jinja2.ext.loopcontrols"]
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(**blocks, extensions=extensions)
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Marked, "jinja2.ext.loopcontrols"]
+    )
+    # Theirs, for jinja2's escapes <, >, & and '.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     try:
         compiled = environment.from_string(template, globals=functions)
         return compiled.render(messages=messages, tools=None, add_generation_prompt=True, **names)
@@ -47,8 +62,9 @@ def rendered(template: str, messages: list[Message], **names: Any) -> str:
 
 class Chat:
     """Messages, and the state of the model that has read them, which is kept from turn to turn;
-    where the template writes earlier messages in another way, all is read again. `max_length`: the
-    most tokens of a conversation under full attention. `settings` are those of every `Request`."""
+    where the template writes earlier messages in another way, or an answer ended at a stop string
+    or was left early, all is read again. `max_length`: the most tokens of a conversation under full
+    attention. `settings` are those of every `Request`."""
 
     def __init__(
         self,
@@ -82,11 +98,14 @@ class Chat:
         new = tokenizer.encode_marked(whole.removeprefix(self._read))
         request = Request(tokens=new, begins_with_bos=False, **self._settings)
         generation = Generation(self._model, tokenizer, [request], state=self._state)
-        self.messages, answer = messages, ""
+        self.messages, answer, end = messages, "", None
         try:
             for event in generation:
-                answer += event.text
+                answer, end = answer + event.text, event.finish_reason
                 yield event
         finally:
-            self._state, self._read = generation.state, whole + tokenizer.quoted(answer)
+            # What was held back, perhaps the beginning of a stop string, is read and in no message.
+            is_whole = end in ("eos", "length")
+            self._state = generation.state
+            self._read = whole + tokenizer.quoted(answer) if is_whole else ""
             self.messages.append({"role": "assistant", "content": answer})

@@ -142,22 +142,26 @@ def model_of(source: Mapping[str, Any], precision: Precision = Precision()) -> T
 
 
 def _window(values: Source, family: Family) -> int | None:
-    """The window of all layers, which counts the query. Raises `DataError` for windows in some."""
+    """The window of all layers, which counts the query. Raises `DataError` for windows in some, and
+    for kinds of layers that transformers ignores or does not compute."""
     source, count = values.values, values.whole("num_hidden_layers")
     by_flag = family.windows == "by flag" and source.get(_FLAG) is not None
     is_on = family.windows == "always" or (by_flag and values.flag(_FLAG, False))
-    first = count
-    if is_on and source.get("sliding_window") is not None:
-        first = values.number("max_window_layers", 28) if by_flag else 0
+    is_on = is_on and source.get("sliding_window") is not None
+    first = values.number("max_window_layers", 28) if by_flag else 0
     named = ("full_attention", "sliding_attention")
     layers = source.get("layer_types")
     if layers is None:
-        layers = [named[layer >= first] for layer in range(count)]
+        layers = [named[is_on and layer >= first] for layer in range(count)]
     if not isinstance(layers, list) or len(layers) != count:
         raise DataError(f"layer_types={str(layers)[:80]} is no list of {count}, a kind per layer")
-    if len({*map(str, layers)}) > 1 or layers[0] not in named:
+    allowed = named if by_flag and is_on else [named[is_on]]
+    if len({*map(str, layers)}) > 1 or layers[0] not in allowed:
         kinds = ", ".join(sorted({*map(str, layers)}))
-        raise DataError(f"layer_types are {kinds}: it needs other attention in some layers")
+        raise DataError(
+            f"layer_types are {kinds}: it needs other attention in some layers, or than "
+            f"model_type, sliding_window and {_FLAG} say"
+        )
     return values.whole("sliding_window") if layers[0] == named[1] else None
 
 
@@ -180,11 +184,14 @@ def _rope(values: Source) -> RopeConfig:
         return RopeConfig(base=base)
     if kind == "linear":
         return RopeConfig(base=base, linear_factor=inner.positive("factor"))
-    if kind not in ROPES:
+    if str(kind) not in ROPES:
         raise DataError(f"rope_type {kind!r} is not one of default, linear, {', '.join(ROPES)}")
     config, keys = ROPES[kind]
     needed = keys.keys() - (_YARN.keys() - scaling.keys())
     fields = {keys[name]: inner.positive(name) for name in keys if name in needed}
+    if values.values.get(_LENGTH) not in (None, fields["original_length"]):
+        text = f"{_LENGTH}={str(values.values[_LENGTH])[:80]} is for some versions of transformers"
+        raise DataError(f"{text} alone: write the one that is meant into rope_scaling too")
     if kind == "yarn":
         if scaling.get("truncate", True) is not True:
             raise DataError("truncate=false of YaRN is not supported: corners at whole pairs alone")

@@ -332,6 +332,9 @@ def chat_template(directory: RunDirectory) -> str:
     texts, path = imported_texts(directory), directory.path
     settings = parse_json(texts.get("tokenizer_config.json", "{}").encode(), path)
     template = texts.get("chat_template.jinja") or settings.get("chat_template")
+    if isinstance(template, list):  # several by their names, one with tools
+        named = {str(x.get("name")): x.get("template") for x in template if isinstance(x, dict)}
+        template = named.get("default")
     if not isinstance(template, str):
         raise UserError(f"{path} has no chat template: it is not of a checkpoint that answers")
     return template
