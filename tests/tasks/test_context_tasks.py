@@ -98,6 +98,8 @@ def test_contexts_that_no_document_has_are_empty(subject, folder):
     last = task.table({"mine": records, "its": records})[-1]
     assert last == {"context": 100, "mine": None, "its": None}
     assert [*task.differences([records], [records])] == [60, 80]
+    words = "has 90 tokens, and the shortest context and final_block 108"
+    refused(words, task.replace(contexts=(100,)).rows, subject, error=DataError)
 
 
 def test_a_manifest_repeats_an_evaluation(subject, folder, tmp_path):
