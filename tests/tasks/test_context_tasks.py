@@ -97,6 +97,9 @@ def test_contexts_that_no_document_has_are_empty(subject, folder):
     assert found == [(60, 1, 8), (80, 1, 8), (100, None, 0)]
     last = task.table({"mine": records, "its": records})[-1]
     assert last == {"context": 100, "mine": None, "its": None}
+    assert [*task.differences([records], [records])] == [60, 80]
+    words = "has 90 tokens, and the shortest context and final_block 108"
+    refused(words, task.replace(contexts=(100,)).rows, subject, error=DataError)
 
 
 def test_a_manifest_repeats_an_evaluation(subject, folder, tmp_path):
@@ -300,3 +303,8 @@ def test_differences_of_bits_per_byte_are_of_pairs_of_rows():
     mean, low, high = Perplexity.differences(whole[:1], whole[1:])["all"]
     assert mean == pytest.approx(expected.mean[0])
     assert math.isnan(low)
+    # Where the last bucket has only ends of documents, the table and the differences have no bytes.
+    ends = [PositionLoss("4-5", 4, 5, 1, 3.0, None, row) for row in (None, 0)]
+    one, two = ([*records(factor, 1), *ends] for factor in (1, 2))
+    found = Perplexity.differences([two], [one])
+    assert [x[0] for x in found.values()] == [two[0].perplexity - one[0].perplexity, 0]

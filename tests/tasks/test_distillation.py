@@ -12,6 +12,7 @@ from small_models import byte_model, config_of
 from ttcd_jax import Precision, Transformer
 from ttcd_jax.data.synthetic import RecallConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
+from ttcd_jax.errors import NonFiniteError
 from ttcd_jax.measure.results import evaluate, merged
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.memory.distillation import summary
@@ -99,6 +100,8 @@ def test_a_teacher_of_zero_has_no_gap_to_report(tmp_path, task):
     (records,) = task.series(subject, task.rows(subject)).values()
     assert records[-1].gap is None
     assert records[-1].loss > 0
+    subject.model.embedding[...] *= np.nan
+    refused("gap of a run is nan at step 3", evaluate, task, subject, 3, error=NonFiniteError)
 
 
 @pytest.mark.parametrize("method", ["swa", "ipttt"])

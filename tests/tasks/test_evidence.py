@@ -9,6 +9,7 @@ from small_models import RECALL, config_of, model_of
 
 from ttcd_jax import Precision
 from ttcd_jax.data.synthetic import EvidenceConfig
+from ttcd_jax.errors import NonFiniteError
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.measure.results import evaluate
 from ttcd_jax.measure.task import Subject
@@ -60,6 +61,14 @@ def test_needles_are_asked_for_after_the_fillers_of_a_question():
     for by in ("decode", "prefill"):
         (far,) = read_back(inference_model(model), rows, [32], "kept", by)
         assert (far.distance, far.queries, far.accuracy) == ("32", 12, 1.0)
+
+
+def test_hits_of_a_model_without_numbers_are_none(subject):
+    model = model_of("ipttcd", num_layers=1, precision=Precision())
+    model.embedding[...] *= np.nan
+    words, subject = "accuracy of mine, |is nan at step 7", subject._replace(model=model)
+    for task in (Evidence(max_rows=2), Needle(distances=(2,), batch_size=1)):
+        refused(words, evaluate, task, subject, 7, "nan", error=NonFiniteError)
 
 
 def test_attention_reaches_as_far_as_the_stream_that_goes_on_sees():

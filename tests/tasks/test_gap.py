@@ -177,3 +177,12 @@ def test_what_cannot_be_measured_is_refused(tmp_path, task, error, words):
         (tmp_path / f"{number}.txt").write_text("a" * length)
     subject = _subject(model_of("swa"))
     refused(words, task.replace(text=str(tmp_path)).rows, subject, error=error)
+
+
+def test_the_last_third_of_the_shortest_stream_has_a_loss():
+    model = model_of("swa")
+    task, documents = Stream(length=4, window=1, sinks=0), [np.arange(4), np.arange(3, 7)]
+    records = task.measure(Scorer(model), documents, _subject(model))
+    assert len(records) == 10
+    assert all(np.isfinite(x.share) for x in records)
+    refused("length 3 must be 4 or more", task.replace, length=3)

@@ -11,7 +11,7 @@ import lm_eval.tasks
 import numpy as np
 import pytest
 import tokenizers
-from checks import refused
+from checks import randomize, refused
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
@@ -19,11 +19,11 @@ from lm_eval.tasks import TaskManager
 from small_models import byte_model
 from tiny_run import save_text_model
 
-from ttcd_jax import MemoryConfig, load_run
+from ttcd_jax import MemoryConfig, Transformer, load_run
 from ttcd_jax.commands import harness
 from ttcd_jax.commands.harness import RunLM
 from ttcd_jax.data.tokenizer import ByteTokenizer, build_tokenizer, tokenizer_of
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.errors import DataError, NonFiniteError, UserError
 from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.measure.harness import Refusals, ScorerLM, evaluate, load_tasks
 from ttcd_jax.measure.scorer import Scorer
@@ -269,6 +269,12 @@ def test_likelihoods_are_those_of_the_logits(scorer):
     rolling = lm.loglikelihood_rolling(_requests("loglikelihood_rolling", *texts))
     expected = [_likelihood(scorer, "", text)[0] for (text,) in texts]
     np.testing.assert_allclose(rolling, expected, rtol=1e-5)
+    lost = randomize(Transformer, MODEL)
+    lost.embedding[...] *= np.nan
+    lm = ScorerLM(Scorer(lost, ByteTokenizer()))
+    requests = {"loglikelihood": pairs[:1], "generate_until": [("", {"max_gen_toks": 1})]}
+    for kind, asked in (requests | {"loglikelihood_rolling": texts}).items():
+        refused("it diverged", getattr(lm, kind), _requests(kind, *asked), error=NonFiniteError)
 
 
 def test_a_task_of_the_user_has_the_accuracy_of_its_logits(folder, four, scorer):

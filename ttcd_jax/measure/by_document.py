@@ -395,7 +395,7 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
     ) -> Differences:
         names, means = means_over_seeds(seeds, operator.attrgetter(cls.key), base)
         ends = zip(*(x.tolist() for x in means), strict=True)
-        return {x: y for x, y in zip(names, ends, strict=True) if x is not None}
+        return {x: y for x, y in zip(names, ends, strict=True) if not math.isnan(y[0])}
 
     @classmethod
     def numbers(cls, series: Series[Record]) -> dict[str, float]:

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import os
 import random
 import string
@@ -38,7 +39,7 @@ from ttcd_jax.files import parse_json
 from ttcd_jax.inference.generate import Request
 from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.inference.text import typed
-from ttcd_jax.measure.scorer import Scorer
+from ttcd_jax.measure.scorer import Scorer, check_numbers
 from ttcd_jax.measure.task import digest
 
 _of_harness = lm_eval.evaluator.evaluate
@@ -114,14 +115,14 @@ class ScorerLM(TemplateLM):
             (self._row(prompt), np.asarray(answer or self.tok_encode(texts[1]), np.int64))
             for texts, prompt, answer in requests
         ]
-        return [(x.log_likelihood, x.is_greedy) for x in self._scorer.loglikelihoods(pairs)]
+        return [(_known(x), is_greedy) for x, is_greedy in self._scorer.loglikelihoods(pairs)]
 
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """The log-likelihood of whole texts, each in one piece."""
         rows = [self._row(self.tok_encode(request.args[0])) for request in requests]
-        return [-float(x.losses.astype(np.float64).sum()) for x in self._scorer.losses(rows)]
+        return [_known(-float(x.losses.sum(dtype=np.float64))) for x in self._scorer.losses(rows)]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         asked: list[Any] = [request.args for request in requests]
@@ -134,6 +135,11 @@ class ScorerLM(TemplateLM):
     def _row(self, tokens: list[int]) -> np.ndarray:
         bos = self._tokenizer.bos_id
         return np.asarray(tokens if tokens[:1] == [bos] else [bos, *tokens], np.int64)
+
+
+def _known(likelihood: float) -> float:
+    check_numbers("likelihoods", not math.isnan(likelihood))
+    return likelihood
 
 
 def _generation(settings: Mapping[str, Any], index: int = 0) -> dict[str, Any]:

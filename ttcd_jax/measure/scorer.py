@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from ttcd_jax import units
 from ttcd_jax.data.tokenizer import Tokenizer
-from ttcd_jax.errors import ResourceError, UserError
+from ttcd_jax.errors import NonFiniteError, ResourceError, UserError
 from ttcd_jax.inference import state as states
 from ttcd_jax.inference.decode import head_weight
 from ttcd_jax.inference.generate import Generation, Request
@@ -62,6 +62,14 @@ class Likelihood(NamedTuple):
 
     log_likelihood: float  # of all tokens, nats
     is_greedy: bool  # whether each is the likeliest token
+
+
+def check_numbers(what: str, are_numbers: bool) -> None:
+    """Raises `NonFiniteError` where answers would hide that they are of no number."""
+    if not are_numbers:
+        raise NonFiniteError(
+            f"{what} of the model are nan: it diverged, evaluate an earlier --step or shorter texts"
+        )
 
 
 def batches(count: int, batch_size: int) -> list[np.ndarray]:
@@ -146,7 +154,7 @@ class Scorer:
 
     def generate(self, requests: Sequence[Request]) -> list[str]:
         """The text that follows every prompt. Raises `UserError` without a tokenizer, and where
-        inference has no state."""
+        inference has no state, `NonFiniteError` for a state with NaN."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise UserError("a run without a tokenizer generates no text: import it with one")
@@ -162,8 +170,10 @@ class Scorer:
             chosen = [requests[i] for i in index] + [padding] * (num_rows - len(index))
             state = self._state(num_rows, max(sizes[i][1] for i in index))
             texts = [""] * num_rows
-            for event in Generation(self.inference, tokenizer, chosen, state=state):
+            generation = Generation(self.inference, tokenizer, chosen, state=state)
+            for event in generation:
                 texts[event.row] += event.text
+            check_numbers("states", not _num_nan(generation.state))
             coded = (text.encode(errors="surrogatepass") for text in texts[: len(index)])
             return [(np.frombuffer(text, np.uint8),) for text in coded]
 
@@ -404,6 +414,11 @@ def _taken(state: InferenceState, index: Int[Array, " R"]) -> InferenceState:
     taken = jax.tree.map(lambda x: x[index], state)
     axes = states.state_axes(taken)
     return jax.tree.map(lambda x, names: rules.constrain(x, *names), taken, axes)
+
+
+@jax.jit
+def _num_nan(tree: Any) -> Any:
+    return sum(jnp.isnan(x).sum() for x in jax.tree.leaves(tree))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -27,7 +27,7 @@ from ttcd_jax.tasks.perplexity import Perplexity, buckets
 
 class LayerDistances(NamedTuple):
     """Means over positions `start` to `stop` of a layer (`memory.distillation.summary`); None where
-    nothing can be measured."""
+    nothing can be measured, NaN of a model whose outputs are."""
 
     layer: int
     context: str
@@ -91,6 +91,7 @@ class StudentTeacher(RowTask[LayerDistances]):
         """A record for every bucket of positions and layer."""
         found = distances(scorer.model, rows, scorer.batch_size)
         is_token = rows.get("segment_ids", np.ones_like(rows["tokens"])) > 0
+        is_known = not np.isnan(found.on[:, is_token]).any()
         records = []
         for context, start, stop in buckets(is_token.shape[1]):
             counted = is_token[:, start:stop]
@@ -98,9 +99,10 @@ class StudentTeacher(RowTask[LayerDistances]):
             measures = summary(part, jnp.asarray(counted))
             for index, layer in enumerate(layers_with_teacher(scorer.model.config)):
                 values = {name: float(x[index]) for name, x in measures.items()}
-                finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
+                if is_known:  # else a NaN is no mean of nothing
+                    values = {x: y if math.isfinite(y) else None for x, y in values.items()}
                 bucket = layer, context, start, stop, int(counted.sum())
-                records.append(LayerDistances(*bucket, **finite))
+                records.append(LayerDistances(*bucket, **values))
         return records
 
     @classmethod

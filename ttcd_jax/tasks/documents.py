@@ -10,7 +10,7 @@ import numpy as np
 from ttcd_kernels.table import Row
 
 from ttcd_jax.config import NonNegative, Positive
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.measure.by_document import DocumentTask, Selection, select
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Differences, Series, Subject, register
@@ -75,6 +75,15 @@ class FinalBlock(DocumentTask[BlockLoss]):
             min_tokens=self.min_doc_tokens or max(self.contexts) + self.final_block,
             max_tokens=self.token_budget,
         )
+
+    def rows(self, subject: Subject) -> Selection:
+        found, least = super().rows(subject), min(self.contexts) + self.final_block
+        if (longest := max(ids.size for ids in found.documents)) < least:
+            raise DataError(
+                f"the longest document has {longest} tokens, and the shortest context and "
+                f"final_block {least}: lower --contexts or --final_block, or take other documents"
+            )
+        return found
 
     def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> list[BlockLoss]:
         records: list[BlockLoss] = []

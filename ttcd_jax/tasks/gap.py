@@ -313,7 +313,7 @@ class Stream(WindowTask[Share]):
     window: Positive = 128
     layer: NonNegative | None = None
     rate: Annotated[float, Bound("above 0, at most 1", lambda rate: 0 < rate <= 1)] = 0.3
-    length: Annotated[int, Bound("3 or more", lambda length: length >= 3)] = 3072
+    length: Annotated[int, Bound("4 or more", lambda length: length >= 4)] = 3072
 
     def rows(self, subject: Subject) -> list[np.ndarray]:
         config = subject.model.config

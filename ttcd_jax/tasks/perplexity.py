@@ -118,10 +118,13 @@ class Perplexity(RowTask[PositionLoss]):
     def differences(
         cls, seeds: Sequence[Sequence[PositionLoss]], base: Sequence[Sequence[PositionLoss]]
     ) -> Differences:
-        """Over rows, or seeds and rows; records of earlier versions have no row."""
+        """Over rows, or seeds and rows; records of earlier versions have no row. Where a bucket has
+        no bytes, of the perplexity."""
         found = [_sums(records) for records in (*seeds, *base)]
         names, _, sizes = found[0]
-        if not sizes.any() or not all(x[0] == names and np.array_equal(x[2], sizes) for x in found):
+        if not sizes.any(axis=0).all() or not all(
+            x[0] == names and np.array_equal(x[2], sizes) for x in found
+        ):
             return super().differences(seeds, base)
         nll = np.stack([x[1] for x in found])
         means = means_over_documents(nll[: len(seeds)] - nll[len(seeds) :], sizes)

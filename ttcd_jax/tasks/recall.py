@@ -102,7 +102,8 @@ class Recall(OnDrawnData, RowTask[DistanceAccuracy]):
 
     def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[DistanceAccuracy]:
         """Within the reach of attention, in equal buckets beyond it, and over all beyond."""
-        is_hit = row_scores(scorer, rows).is_hit
+        losses, is_hit = row_scores(scorer, rows)
+        is_hit = np.where(np.isnan(losses), np.nan, is_hit)  # no prediction
         distance, mask = rows["distance"], rows["loss_mask"]
         longest, reach = int(distance.max()), attention_reach(subject.model.config)
         reach = longest if reach is None else min(reach, longest)
@@ -196,12 +197,14 @@ def read_back(
             for column in tokens.T:
                 _, state = decode(model, state, column, memory=memory)
         read = distance
-        is_hit = np.empty(needles.values.shape, bool)
+        is_hit = np.empty(needles.values.shape)
         for index, question in enumerate(needles.questions.swapaxes(0, 1)):
             asked = jax.tree.map(jnp.copy, state)  # reading donates a state
             if (before := question[:, :-1]).size:
                 _, asked = prefill(model, asked, before, memory=memory)
             logits, _ = decode(model, asked, question[:, -1], memory=memory)
-            is_hit[:, index] = np.asarray(logits).argmax(-1) == needles.values[:, index]
+            found = np.asarray(logits)
+            hits = found.argmax(-1) == needles.values[:, index]
+            is_hit[:, index] = np.where(np.isnan(found).any(-1), np.nan, hits)
         records.append(DistanceAccuracy(str(distance), is_hit.size, float(is_hit.mean())))
     return records
