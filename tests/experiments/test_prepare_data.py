@@ -176,13 +176,16 @@ def test_a_stopped_command_is_continued_or_clears_up(tmp_path, stop):
         ("--tokenizer=byte {in} {out} --samples_are_rows", 3, "a sample that is a row has token"),
         ("--tokenizer={json} {latin} {out}", 3, "latin.txt: text is not UTF-8 at byte 2 of 5; con"),
         ("--train_tokenizer=300 {latin} {out}", 3, "error: latin.txt: text is not UTF-8 at byte 2"),
+        ("--train_tokenizer=300 {ids} {out}", 3, "has token ids: name a column of text in --field"),
         ("--verify=/absent", 3, "/absent holds no token records"),
     ],
 )
 def test_errors(text, tokenizer, tmp_path, arguments, status, message):
     (tmp_path / "latin.txt").write_bytes(b"gr\xf6\xdfe")
+    corpora.table(tmp_path / "ids.arrow", {"text": [[1, 2]]})
     places = {"text": text, "json": tokenizer, "in": f"--input={text}"}
-    places["latin"] = f"--input={tmp_path} --validation_percent=0"
+    places["latin"] = f"--input={tmp_path / 'latin.txt'} --validation_percent=0"
+    places["ids"] = f"--input={tmp_path / 'ids.arrow'} --validation_percent=0"
     given = arguments.format(**places, out=f"--output={tmp_path / 'new'}").split()
     assert message in commands.refused("prepare_data", *given, status=status)
-    assert os.listdir(tmp_path) == ["latin.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["ids.arrow", "latin.txt"]

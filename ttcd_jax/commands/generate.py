@@ -93,7 +93,10 @@ def main(argv: list[str]) -> None:
     cli.keep_programs()
     run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
     if run.tokenizer is None:
-        raise UserError(f"{FLAGS.run_dir} has no tokenizer: its data is not text")
+        raise UserError(
+            f"{FLAGS.run_dir} has no tokenizer: its data is not text, or it was imported without "
+            "one; import it again with --tokenizer=FILE.json"
+        )
     model = inference_model(run.model)
     if FLAGS.chat:
         _chat(model, _marking(run.tokenizer), prompts)

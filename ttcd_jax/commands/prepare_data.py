@@ -50,10 +50,10 @@ from ttcd_jax.commands import cli
 from ttcd_jax.data import tokenizer
 from ttcd_jax.data.compressed import bytes_read
 from ttcd_jax.data.corpus import CorpusConfig, input_bytes, stream_documents
-from ttcd_jax.data.documents import glob_of
+from ttcd_jax.data.documents import Document, glob_of
 from ttcd_jax.data.records import prepare_records, stored_tokens, verify_records
 from ttcd_jax.data.tokenizer import TokenizerConfig
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import whole_folder, write_whole
 from ttcd_jax.terminal import Progress, note
 
@@ -168,10 +168,16 @@ def _train_tokenizer() -> None:
     if step > 1:
         note(f"one document of {step} is read, about {units.size(_TOKENIZER_BYTES)} of the input")
     chosen = itertools.islice(documents, None, None, step)
-    texts = (tokenizer.decoded(d.text, name=f"{d.name}: ") for d in chosen)
+    texts = (tokenizer.decoded(_text(d), name=f"{d.name}: ") for d in chosen)
     write_whole(path, tokenizer.train_tokenizer(texts, FLAGS.train_tokenizer))
     made = tokenizer.build_tokenizer(TokenizerConfig(kind="json", path=str(path)))
     print(f"{made.vocab_size:,} tokens in {path.absolute()}")
+
+
+def _text(document: Document) -> bytes:
+    if document.tokens is not None:
+        raise DataError(f"{document.name} has token ids: name a column of text in --field")
+    return document.text
 
 
 def _verify() -> None:
