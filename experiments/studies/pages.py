@@ -71,9 +71,11 @@ def drawn(page: Path, folder: Path = RECORDS) -> str:
 
 
 def _read(file: Path, spec: Spec) -> tuple[Spec, list[Spec]]:
-    """The first line of a file, and the rows that have the fields `where`: all, or `rows`."""
+    """The first line of a file, and the rows that have the fields `where`, each with its value or
+    one of a list: all, or `rows`."""
     head, *rows = [parse_json(line, file) for line in file.read_bytes().splitlines()]
-    rows = [x for x in rows if x | spec.get("where", {}) == x]
+    for name, value in spec.get("where", {}).items():
+        rows = [x for x in rows if x.get(name) in (value if isinstance(value, list) else [value])]
     names = spec.get("rows", dict.fromkeys(x["row"] for x in rows))
     if missing := {*names} - {x["row"] for x in rows}:
         raise DataError(f"{file} has no row {', '.join(sorted(missing))}: mend pages.toml")
