@@ -31,10 +31,11 @@ from ttcd_jax.nn.linear import weight_product
 
 
 class LessMapConfig(IPTTCDConfig):
-    pass
+    def flops(self, length: int) -> int | float:
+        return super().flops(length) + self.mlp.unit_flops(length)
 
 
-class LessFitConfig(IPTTCDConfig):
+class LessFitConfig(LessMapConfig):
     pass
 
 

@@ -1,0 +1,60 @@
+"""Errors less a map of the student's features: zero at its start, fitted whatever the loss."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_close, draw
+from flax import nnx
+
+from ttcd_jax import MemoryConfig
+from ttcd_jax.methods.ipttcd import IPTTCDConfig
+from ttcd_jax.methods.registry import METHODS
+from ttcd_jax.nn.mlp import MLPConfig
+
+
+@pytest.fixture(scope="module")
+def study():
+    """The module, whose methods no other test knows."""
+    before = {*METHODS}
+    yield importlib.import_module("experiments.studies.not_static")
+    for name in {*METHODS} - before:
+        del METHODS[name]
+
+
+def _layer(config):
+    memory = MemoryConfig(chunk_size=4, error="gap", corrects_errors=True)
+    mlp = MLPConfig(dim=6, hidden_dim=8, init_std=0.5)
+    return config.layer(config(mlp=mlp, memory=memory), rngs=nnx.Rngs(0))
+
+
+def _errors(layer, x, t):
+    """(z_S, gate, errors) of every token."""
+    tokens = jax.tree.map(lambda x: x[:, None], layer.tokens(x, t))
+    return tokens.student, tokens.beta, layer.operands(layer.convolved(tokens, None))[1].errors
+
+
+def test_the_map_is_subtracted_under_the_gate(study):
+    x, t, static = draw(1, (1, 4, 6), (1, 4, 6), (8, 6))
+    errors = _errors(_layer(IPTTCDConfig), x, t)[-1]
+    for config in (study.LessMapConfig, study.LessFitConfig):
+        layer = _layer(config)
+        assert_close(_errors(layer, x, t)[-1], errors, 1e-6)
+        layer.static[...] = static
+        student, beta, less = _errors(layer, x, t)
+        assert_close(less, errors - beta[..., None] * (student @ layer.static[...]), 1e-5)
+
+
+def test_a_fitted_map_has_the_gradient_of_least_squares_whatever_the_loss(study):
+    x, t, static = draw(1, (1, 4, 6), (1, 4, 6), (8, 6))
+    layer = _layer(study.LessFitConfig)
+    layer.static[...] = static
+    student, beta, less = _errors(layer, x, t)
+    for scale in (0.0, 7.0):
+        grads = nnx.grad(lambda layer, by=scale: by * jnp.sum(_errors(layer, x, t)[-1] ** 2))(layer)
+        left = np.asarray(less / beta[..., None]).reshape(-1, 6)
+        wanted = -np.asarray(student).reshape(-1, 8).T @ left / len(left)
+        # The gate multiplies the cotangent of the loss, not that of the fit.
+        assert_close(grads.static[...], wanted, 1e-5)
