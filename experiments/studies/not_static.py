@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ttcd_jax.axes import param
+from ttcd_jax.errors import UserError
 from ttcd_jax.memory.prefix import Writes
 from ttcd_jax.methods.ipttcd import (
     IPTTCDMLP,
@@ -64,7 +65,12 @@ class LessMapMLP(IPTTCDMLP, config=LessMapConfig):
 
     def __init__(self, config: IPTTCDConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
-        mlp = config.mlp
+        mlp, settings = config.mlp, config.memory
+        if not settings.has_token_rate or settings.normalizes_errors:
+            raise UserError(
+                "a map is subtracted under the gate, from errors of any norm: set "
+                "has_token_rate=True and normalizes_errors=False"
+            )
         zeros = jnp.zeros((mlp.hidden_dim, mlp.dim), mlp.precision.param_dtype)
         self.static = param(zeros, ("mlp", "embed"))
 
@@ -73,13 +79,13 @@ class LessMapMLP(IPTTCDMLP, config=LessMapConfig):
         reads, writes = super().operands((ungated, *convolved[1:]))
         beta, student = convolved[0].beta, convolved[0].student
         assert beta is not None
-        assert not self.settings.normalizes_errors
         if self.is_fitted:
             student = jax.lax.stop_gradient(student)
         predicted = weight_product(student, self.static[...].astype(student.dtype))
         less = residual if self.is_fitted else jnp.subtract
         errors = less(writes.errors, predicted) * beta[..., None]
-        return reads, writes._replace(errors=errors, rate=beta)
+        rate = beta if self.settings.corrects_errors else None
+        return reads, writes._replace(errors=errors, rate=rate)
 
 
 class LessFitMLP(LessMapMLP, config=LessFitConfig):

@@ -7,7 +7,6 @@ import platform
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
@@ -243,7 +242,7 @@ def _warn_of_split_names(path: Path, names: Iterable[str]) -> None:
         )
 
 
-_warn_once = functools.cache(partial(logging.warning, "%s"))
+_warn_once = functools.cache(functools.partial(logging.warning, "%s"))
 
 
 def _folder_files(root: Path, part: str, glob: str) -> dict[str, Path]:

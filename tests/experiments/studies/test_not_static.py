@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, draw
+from checks import assert_close, draw, refused
 from flax import nnx
 
 from ttcd_jax import MemoryConfig
@@ -24,8 +24,8 @@ def study():
         del METHODS[name]
 
 
-def _layer(config):
-    memory = MemoryConfig(chunk_size=4, error="gap", corrects_errors=True)
+def _layer(config, **changes):
+    memory = MemoryConfig(chunk_size=4, error="gap", corrects_errors=True).replace(**changes)
     mlp = MLPConfig(dim=6, hidden_dim=8, init_std=0.5)
     return config.layer(config(mlp=mlp, memory=memory), rngs=nnx.Rngs(0))
 
@@ -45,6 +45,11 @@ def test_the_map_is_subtracted_under_the_gate(study):
         layer.static[...] = static
         student, beta, less = _errors(layer, x, t)
         assert_close(less, errors - beta[..., None] * (student @ layer.static[...]), 1e-5)
+
+
+def test_a_map_without_a_gate_and_of_normalized_errors_is_refused(study):
+    for change in ({"has_token_rate": False}, {"normalizes_errors": True}):
+        refused("subtracted under the gate", _layer, study.LessMapConfig, **change)
 
 
 def test_a_fitted_map_has_the_gradient_of_least_squares_whatever_the_loss(study):
