@@ -6,7 +6,8 @@
 
 Method `ipttcd_less_map` trains A with the rest, by the loss of the model; `ipttcd_less_fit` by
 least squares to the first term alone, so that what is left is what A cannot predict. With equal
-windows and no convolutions that term is zero, and so is a fitted A.
+windows and no convolutions that term is zero, and so is a fitted A. `ipttcd_map` has no first
+term, whatever the windows.
 """
 
 import functools
@@ -40,6 +41,10 @@ class LessFitConfig(LessMapConfig):
     pass
 
 
+class MapConfig(LessMapConfig):
+    pass
+
+
 @jax.custom_vjp
 def residual(x: jax.Array, predicted: jax.Array) -> jax.Array:
     """x - predicted. The gradient of `predicted` is that of the squares of the difference, half
@@ -62,6 +67,7 @@ class LessMapMLP(IPTTCDMLP, config=LessMapConfig):
     """`IPTTCDMLP` with A."""
 
     is_fitted: ClassVar[bool] = False
+    has_difference: ClassVar[bool] = True
 
     def __init__(self, config: IPTTCDConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
@@ -83,7 +89,8 @@ class LessMapMLP(IPTTCDMLP, config=LessMapConfig):
             student = jax.lax.stop_gradient(student)
         predicted = weight_product(student, self.static[...].astype(student.dtype))
         less = residual if self.is_fitted else jnp.subtract
-        errors = less(writes.errors, predicted) * beta[..., None]
+        difference = writes.errors if self.has_difference else jnp.zeros_like(predicted)
+        errors = less(difference, predicted) * beta[..., None]
         rate = beta if self.settings.corrects_errors else None
         return reads, writes._replace(errors=errors, rate=rate)
 
@@ -92,6 +99,14 @@ class LessFitMLP(LessMapMLP, config=LessFitConfig):
     is_fitted: ClassVar[bool] = True
 
 
-for name, config in (("map", LessMapConfig), ("fit", LessFitConfig)):
+class MapMLP(LessMapMLP, config=MapConfig):
+    has_difference: ClassVar[bool] = False
+
+
+for name, label, config in (
+    ("ipttcd_less_map", "IP-TTCD less a map", LessMapConfig),
+    ("ipttcd_less_fit", "IP-TTCD less a fit", LessFitConfig),
+    ("ipttcd_map", "a map alone", MapConfig),
+):
     block = functools.partial(dual_window_block, config)
-    register(Method(f"ipttcd_less_{name}", f"IP-TTCD less a {name}", block, settings=MemoryConfig))
+    register(Method(name, label, block, settings=MemoryConfig))

@@ -45,6 +45,10 @@ def test_the_map_is_subtracted_under_the_gate(study):
         layer.static[...] = static
         student, beta, less = _errors(layer, x, t)
         assert_close(less, errors - beta[..., None] * (student @ layer.static[...]), 1e-5)
+    layer = _layer(study.MapConfig)
+    layer.static[...] = static
+    student, beta, alone = _errors(layer, x, t)
+    assert_close(alone, -beta[..., None] * (student @ layer.static[...]), 1e-5)
 
 
 def test_a_map_without_a_gate_and_of_normalized_errors_is_refused(study):
