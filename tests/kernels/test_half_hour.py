@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from argparse import Namespace
@@ -44,6 +45,16 @@ def test_each_case_runs_in_a_process_of_its_own(tmp_path, capsys, monkeypatch):
     rows = json.loads(file.read_text())["rows"]
     assert [(x["dtype"], x["note"], x["implementation"]) for x in rows] == [("bfloat16", "", "xla")]
     assert "all 1 done" in capsys.readouterr().out
+
+
+def test_options_of_earlier_scripts_are_accepted(tmp_path):
+    """Those with which a machine's first commands were prepared: errors are the step `check`."""
+    file, case = tmp_path / "times.json", SHAPES["tiny"][0].name
+    command = [sys.executable, "-m", "ttcd_kernels.bench", "--times_only", "--json", str(file)]
+    options = ["--op", "dual_window", "--shapes", "tiny", "--case", case, "--implementation", "xla"]
+    subprocess.run([*command, *options], check=True, capture_output=True)
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["step"], row["note"]) == ("times", "")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from ttcd_jax.errors import UserError
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("quick", False, "Tiny sizes where no option gives one.")
 flags.DEFINE_string("records", None, "Write a JSON line per row, for the tables of pages.")
+flags.DEFINE_alias("json", "records")  # as earlier scripts have it
 
 
 def main(argv: list[str]) -> None:

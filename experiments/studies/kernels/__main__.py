@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = ArgumentParser(description="A GPU's first half hour.", allow_abbrev=False)
     parser.add_argument("--op", choices=OPS, nargs="+", default=[*OPS], help="kernels of these ops")
     parser.add_argument("--implementation", nargs="+", default=[*GPU_KERNELS], help="which")
-    parser.add_argument("--output", type=Path, help="the report, written as it grows")
+    parser.add_argument("--output", "--json", type=Path, help="the report, written as it grows")
     sets = ("tiny", "cpu", *FOR_GPU)
     parser.add_argument("--shapes", choices=sets, default="paper", help="a set of shapes to time")
     parser.add_argument("--case", nargs="+", default=[], help="names in the set")

@@ -72,7 +72,7 @@ CHECKS = {"step": step, "data": data, "prefill": prompts, "decode": decoding}
 @pytest.mark.parametrize("case", CHECKS)
 def test_a_case_writes_its_table_and_report(case, tmp_path):
     file = tmp_path / "x.jsonl"
-    result = commands.run("bench", case, "--quick", "--rounds=2", f"--records={file}")
+    result = commands.run("bench", case, "--quick", "--rounds=2", f"--json={file}")
     assert (result.returncode, result.stderr) == (0, "")
     head, *rows = map(json.loads, file.read_text().splitlines())
     assert head["command"].startswith(f"python -m experiments.bench {case} --quick --rounds=2")
