@@ -7,6 +7,7 @@ import os
 import pty
 import shutil
 import typing
+from functools import partial
 from pathlib import Path
 
 import commands
@@ -85,6 +86,7 @@ CASES = [
     (in_place, {"half_lives": (8.0,) * 4}, "4 half_lives|6 columns"),
     (in_place, {"output": "teacher_raw", "has_teacher_conv": False}, "'teacher_raw'|use 'teacher'"),
     (in_place, {"gate": "teacher", "has_token_rate": False}, "'teacher'|set has_token_rate=True"),
+    (partial(in_place, error="learned"), {}, "'learned'|set has_proj=False"),
     (in_place, {"folds_state": True}, "folds_state|set resets_at_document=False"),
     (in_place, {"form": "attention", "orthogonalizes_updates": True}, "'attention'|orthogonalizes"),
     (in_place, {"corrects_errors": True, "form": "blocked"}, "no other form|'auto'"),

@@ -56,6 +56,7 @@ MODELS = {
         **dict.fromkeys(("has_proj", "has_token_rate", "has_teacher_conv"), False),
         **{"half_lives": (9.0,), "decay": "learned"},
     ),
+    "learned": _ipttcd(error="learned", corrects_errors=True, has_proj=False),
     "targets": _ipttt(),
     "sinks": _ipttcd(
         {"sink_tokens": 3, "sink_reach": 17, "has_sink_logits": True, "has_qkv_bias": True}

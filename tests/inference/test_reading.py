@@ -166,6 +166,7 @@ SWITCHES = [
     {"output": "student", "normalizes_errors": True, "has_proj": False},
     {"half_lives": (5.0, 80.0), "decay": "gated"},
     {"corrects_errors": True, "half_lives": (9.0,)},
+    {"error": "learned", "corrects_errors": True, "has_proj": False},
 ]
 
 

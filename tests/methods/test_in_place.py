@@ -60,6 +60,7 @@ VARIANTS = {
     "corrected": _ipttcd(corrects_errors=True),
     "corrected, the teacher's features": _ipttcd(corrects_errors=True, error="teacher"),
     "the gap alone": _ipttcd(error="gap"),
+    "corrected, learned values": _ipttcd(corrects_errors=True, error="learned", has_proj=False),
     "the student's features, the teacher's gate": _ipttcd(error="student", gate="teacher"),
     "corrected, with half-lives": _ipttcd(corrects_errors=True, half_lives=(4.0, 90.0)),
     "associative": _ipttcd(form="associative"),
@@ -187,6 +188,12 @@ def test_continued_training_starts_at_the_plain_mlp_exactly():
     checks.assert_same(_call(module, x, t), jax.jit(module.plain)(x))
     _, gradients, _ = with_gradients(module, lambda m, x, t: m(x, t), x, t)
     assert np.asarray(gradients["student_conv"]).any()
+    # Whatever the keys, values begin at zero.
+    learned = {"has_proj": False, "student_conv_init": "previous", "normalizes_keys": True}
+    module = _fresh(**CONTINUED | learned, error="learned")
+    checks.assert_same(_call(module, x, t), jax.jit(module.plain)(x))
+    _, gradients, _ = with_gradients(module, lambda m, x, t: m(x, t), x, t)
+    assert np.asarray(gradients["value"]).any()
 
 
 def test_published_targets_start_by_writing_nothing(float64):

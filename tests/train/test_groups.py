@@ -123,6 +123,7 @@ WARMED = {
     "ipttcd": warmed(),
     "corrected": warmed(form="auto", corrects_errors=True),
     "renormalized": warmed(form="auto", renorm_chunks=2, normalizes_errors=True),
+    "learned": warmed(form="auto", corrects_errors=True, error="learned", has_proj=False),
     "ipttt": warmed("ipttt"),
 }
 

@@ -31,8 +31,8 @@ _LINE = next(x for x in MODELING.read_text().splitlines() if x.startswith("TRIED
 TRIED = tuple(re.findall(r"\d[\d.]+", _LINE))
 _CLASSES = {"AutoConfig": "TTCDConfig", "AutoModelForCausalLM": "TTCDForCausalLM"}
 # Settings that this code does not compute, with the values it assumes.
-_ASSUMED = {"renorm_chunks": None, "orthogonalizes_updates": False}
-_ASSUMED |= {"gate": "student", "error": "difference"}
+_ASSUMED = {"renorm_chunks": (None,), "orthogonalizes_updates": (False,), "gate": ("student",)}
+_ASSUMED |= {"error": ("difference", "learned")}
 _NAMES, _TOKENIZER = "tokenizer_config.json", "PreTrainedTokenizerFast"
 _TITLE = "Hugging Face transformers"
 _FLAG = "use_sliding_window"
@@ -258,10 +258,11 @@ def _own_keys(config: TransformerConfig) -> dict[str, Any]:
     settings, remedy = config.settings, "export with --format=reference"
     if settings is not None and not isinstance(settings, PrefixSettings):
         raise UserError(f"{MODELING.name} has no memory of the method {config.method!r}: {remedy}")
-    for name, value in _ASSUMED.items():
-        if (found := getattr(settings, name, value)) != value:
+    for name, values in _ASSUMED.items():
+        if (found := getattr(settings, name, values[0])) not in values:
+            known = " and ".join(map(repr, values))
             raise UserError(
-                f"{MODELING.name} does not compute {name}={found!r}, only {value!r}: {remedy}"
+                f"{MODELING.name} does not compute {name}={found!r}, only {known}: {remedy}"
             )
     frequencies, magnitude = pair_frequencies(config.rope, config.head_size)
     return {

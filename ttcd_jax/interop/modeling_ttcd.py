@@ -260,6 +260,8 @@ class MLP(nn.Module):
                 self.add_module(own, taps)
         if settings["has_proj"]:
             self.ttt_proj = nn.Linear(D, D, bias=False)
+        if settings.get("error") == "learned":
+            self.ttt_value = nn.Linear(H, D, bias=False)
         if is_distilling and settings["has_token_rate"]:
             self.b_proj = nn.Parameter(torch.zeros(D))
         if settings["decay"] != "constant":
@@ -324,7 +326,10 @@ class MLP(nn.Module):
         settings, (features, t, rate, decay) = self.settings, opened
         if "has_student_conv" in settings:
             keys = self._convolved("student_conv", t)
-            errors = self.down_proj(self._convolved("teacher_conv", features) - keys)
+            if hasattr(self, "ttt_value"):
+                errors = self.ttt_value(features)
+            else:
+                errors = self.down_proj(self._convolved("teacher_conv", features) - keys)
             if settings["normalizes_errors"]:
                 errors = unit(errors)
             errors = errors * rate

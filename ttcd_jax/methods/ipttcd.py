@@ -19,6 +19,7 @@ from ttcd_kernels import short_conv_residual
 from ttcd_kernels.normalize import l2_normalize
 from ttcd_kernels.short_conv import Implementation, short_conv
 
+from ttcd_jax.axes import param
 from ttcd_jax.config import NonNegativeFloat, Positive
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.memory.prefix import PrefixOptions, Writes
@@ -42,7 +43,9 @@ class MemoryConfig(in_place.PrefixSettings):
     `teacher_conv_init` and `student_conv_init`. `has_token_rate`: the gate sigmoid(t . b) on
     errors, which `gate` "teacher" computes from x (not published). `error`: what is written, the
     difference of the teacher's features from the student's, the same before their convolutions
-    ("gap"), or one of them, as a control. `normalizes_keys`, `normalizes_errors`: to norm 1, where
+    ("gap"), or one of them, as a control; not published is "learned", feat(x) through a matrix
+    [F, D] of its own, from zero, in place of W_base. `normalizes_keys`, `normalizes_errors`: to
+    norm 1, where
     `zero_slope` is the gradient at a zero vector (published: 1e6). `output`: the features read
     through the memory, the teacher's after its convolution, before it, or the student's.
     `renorm_chunks`: |W| is held at |W_base|, in groups of so many chunks. `orthogonalizes_updates`:
@@ -54,7 +57,7 @@ class MemoryConfig(in_place.PrefixSettings):
     has_student_conv: bool = True
     has_token_rate: bool = True
     gate: Literal["student", "teacher"] = "student"
-    error: Literal["difference", "gap", "teacher", "student"] = "difference"
+    error: Literal["difference", "gap", "teacher", "student", "learned"] = "difference"
     normalizes_keys: bool = True
     normalizes_errors: bool = False
     output: Literal["teacher", "teacher_raw", "student"] = "teacher"
@@ -85,6 +88,8 @@ class MemoryConfig(in_place.PrefixSettings):
             )
         if self.gate == "teacher" and not self.has_token_rate:
             raise UserError("gate 'teacher' opens a gate that is off: set has_token_rate=True")
+        if self.error == "learned" and self.has_proj:
+            raise UserError("error 'learned' has a matrix of its own: set has_proj=False")
         if self.form == "attention" and self.orthogonalizes_updates:
             raise UserError("form 'attention' does not know orthogonalizes_updates")
         if self.corrects_errors and not self.normalizes_keys:
@@ -100,7 +105,9 @@ class MemoryConfig(in_place.PrefixSettings):
 
     @property
     def rules(self) -> dict[str, Any]:
-        return super().rules | {f", errors of the {self.error} alone": self.error != "difference"}
+        alone = f", errors of the {self.error} alone"
+        words = ", learned values" if self.error == "learned" else alone
+        return super().rules | {words: self.error != "difference"}
 
     @property
     def is_linear_in_proj(self) -> bool:
@@ -117,10 +124,17 @@ class IPTTCDConfig(in_place.InPlaceConfig):
         "ttt_teacher_conv.weight": ("teacher_conv", "conv"),
         "ttt_student_conv.weight": ("student_conv", "conv"),
         "b_proj": ("rate", "same"),
+        "ttt_value.weight": ("value", "linear"),  # not in the reference
     }
     has_teacher: ClassVar[bool] = True
 
     memory: MemoryConfig = MemoryConfig()
+
+    @property
+    def write_param(self) -> str | None:
+        settings = self.memory
+        is_linear = not (settings.normalizes_errors or settings.orthogonalizes_updates)
+        return "value" if settings.error == "learned" and is_linear else super().write_param
 
     def flops(self, length: int) -> int | float:
         """Besides a SwiGLU: student gate and up, error, delta_w, the read of the memory (that of
@@ -154,6 +168,9 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
         if settings.has_token_rate:
             dtype = mlp.precision.param_dtype
             self.rate = normal_param(rngs, (mlp.dim,), ("embed",), mlp.init_std, dtype)
+        if settings.error == "learned":
+            zeros = jnp.zeros((mlp.hidden_dim, mlp.dim), mlp.precision.param_dtype)
+            self.value = param(zeros, ("mlp", "embed"))
         if settings.has_teacher_conv:
             self.teacher_conv = self._init_conv(settings.teacher_conv_init, rngs, "mlp")
         if settings.has_student_conv:
@@ -194,8 +211,9 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
         if settings.normalizes_keys and settings.output == "student":
             keys = l2_normalize(keys, settings.zero_slope)
         values = {"teacher": z_target, "student": z_target - difference, "difference": difference}
-        values["gap"] = teacher - student
-        errors = weight_product(values[settings.error], self.down[...].astype(dtype))
+        values |= {"gap": teacher - student, "learned": teacher}
+        through = self.value if settings.error == "learned" else self.down
+        errors = weight_product(values[settings.error], through[...].astype(dtype))
         if settings.normalizes_errors:
             errors = l2_normalize(errors, settings.zero_slope)
         if beta is not None:
