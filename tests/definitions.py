@@ -111,8 +111,8 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
             z_out = {"teacher": teacher, "teacher_raw": z[p], "student": student}[settings.output]
             key = _unit(student) if settings.normalizes_keys else student
             near = z_s if has_gap else z
-            error = _made(settings, teacher, convolved(near, "student_conv", p), z[p] - near[p])
-            error = z[p] @ params["value"] if settings.error == "learned" else error @ w
+            features = teacher, convolved(near, "student_conv", p), z[p], near[p]
+            error = _made(settings, params, *features)
             error = _unit(error) if settings.normalizes_errors else error
             view = {"student": t, "teacher": x}[settings.gate][p]
             gate = (view @ params["rate"]) if "rate" in params else jnp.inf
@@ -147,10 +147,13 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
     return [reads[p] for p in range(T)], _held(settings, w, base + settings.eta * total)
 
 
-def _made(settings, teacher, student, gap):
-    """The features of which the error is made."""
-    found = {"difference": teacher - student, "gap": gap, "teacher": teacher, "student": student}
-    return found.get(settings.error)
+def _made(settings, params, teacher, student, z, z_s):
+    """The error before norm, gate and P."""
+    if settings.error == "learned":
+        return z @ params["value"]
+    found = {"difference": teacher - student, "gap": z - z_s}
+    found |= {"teacher": teacher, "student": student}
+    return found[settings.error] @ params["down"]
 
 
 def conv_at(settings, document, vectors, taps, p):
