@@ -51,6 +51,13 @@ def test_the_map_is_subtracted_under_the_gate(study):
     assert_close(alone, -beta[..., None] * (student @ layer.static[...]), 1e-5)
 
 
+def test_of_equal_windows_the_map_is_the_learned_value_of_the_package(study):
+    x, static = draw(1, (1, 4, 6), (8, 6))
+    mapped, own = _layer(study.LessMapConfig), _layer(IPTTCDConfig, error="learned", has_proj=False)
+    mapped.static[...], own.value[...] = -static, static
+    assert_close(_errors(own, x, x)[-1], _errors(mapped, x, x)[-1], 1e-6)
+
+
 def test_a_map_without_a_gate_and_of_normalized_errors_is_refused(study):
     for change in ({"has_token_rate": False}, {"normalizes_errors": True}):
         refused("subtracted under the gate", _layer, study.LessMapConfig, **change)
