@@ -1,6 +1,7 @@
 """The plan of a step: whether it fits, and its bytes as a process measures them."""
 
 import ctypes
+import os
 import re
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from devices import environment
 from small_models import recipe
 
+from ttcd_jax import files
 from ttcd_jax.commands import plan
 from ttcd_jax.run import build, layout
 from ttcd_jax.run.described import compiled, missing_compiler
@@ -89,6 +91,11 @@ def test_a_plan_prints_what_it_compares(monkeypatch, capsys, tmp_path):
         context.setattr(step, "summed_loss", lambda *xs: 2 * loss.summed_loss(*xs))
         plan.print_plan(CONFIG, target)
     assert capsys.readouterr().err == said
+    with monkeypatch.context() as context:  # nor can a file be
+        context.setattr(files, "_flush", lambda *_: os.stat(tmp_path / "absent"))
+        context.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+        plan.print_plan(CONFIG, target)
+    assert capsys.readouterr() == (found, said)
     monkeypatch.setenv("XDG_CACHE_HOME", __file__)  # no folder
     plan.print_plan(CONFIG, None)  # of a CPU
     assert "fits" not in capsys.readouterr().out

@@ -121,8 +121,7 @@ def _planned(config: RunConfig, mesh: Mesh, target: Target | None) -> Plan:
     except ValueError as error:
         sent = str(error)
     plan = Plan(used, sent, origin)
-    with contextlib.suppress(OSError):  # a cache that cannot be written
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(UserError):  # a cache that cannot be written
         write_json(file, plan)
     return plan
 
