@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import commands
 import jax
@@ -51,6 +52,15 @@ def test_what_was_not_counted_has_no_time(capsys):
     lines = plan._time(CONFIG, 8, T1, 1e12, "a loop of unknown length")
     assert "not counted (a loop of unknown length)" in lines["sent"]
     assert "step" not in lines
+
+
+def test_programs_of_described_devices_are_kept_by_nobody_but_the_plan(monkeypatch):
+    updates = mock.Mock()
+    monkeypatch.setattr(plan, "missing_compiler", lambda: None)
+    monkeypatch.setattr(plan, "described_devices", lambda hardware, count: [count])
+    monkeypatch.setattr(plan, "jax", SimpleNamespace(config=SimpleNamespace(update=updates)))
+    assert plan.use_topology("h100x8").devices == [8]
+    assert mock.call("jax_enable_compilation_cache", False) in updates.mock_calls
 
 
 def test_a_recipe_fits_two_nodes_without_data_and_writes_nothing(tmp_path):
