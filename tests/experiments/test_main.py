@@ -61,6 +61,7 @@ def test_a_command_of_ttcd_is_the_module_of_that_name():
     assert "\n    ttcd plan --gin=" in _ttcd("plan", "--help").stdout
     for name, module in (("launch", "launch"), ("prepare", "prepare_data"), ("study", "study")):
         assert _ttcd(name, "--help").stdout == commands.output(module, "--help")
+    assert "values of" not in commands.output("study", "--gin=study/small.gin", "--help")
     line = ("--gin=recall.gin", "--topology=absent")
     planned = commands.refused("main", "plan", *line)
     assert planned == commands.refused("launch", *line, "--dry_run")

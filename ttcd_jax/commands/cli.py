@@ -147,10 +147,10 @@ def define_distributed() -> None:
 
 def recipe_options(_: Sequence[str]) -> str:
     """For --help: what the file of --gin leaves to --param by a name."""
-    if (name := flags.FLAGS.gin) is None:
+    name = flags.FLAGS.gin
+    bindings = read_file(find_gin_file(name, CONFIG_DIR), CONFIG_DIR).values() if name else ()
+    if not (lines := [f'  --param="{x.owner}={x.value!r}"' for x in bindings if not x.field]):
         return ""
-    bindings = read_file(find_gin_file(name, CONFIG_DIR), CONFIG_DIR).values()
-    lines = [f'  --param="{x.owner}={x.value!r}"' for x in bindings if not x.field]
     return "\n".join([f"\nvalues of {name}, besides all that `ttcd show {name}` has:", *lines, ""])
 
 
