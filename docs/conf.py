@@ -177,8 +177,7 @@ class _Text(str):
 
 def _shown(hint: Any) -> _Text:
     """A type without the names of modules."""
-    text = re.sub(r"\b(?:\w+\.)+(?=[A-Za-z])", "", describe(hint))
-    return _Text(text.replace("NoneType", "None"))
+    return _Text(re.sub(r"\b(?:\w+\.)+(?=[A-Za-z])", "", describe(hint)))
 
 
 def _skipped(

@@ -55,7 +55,7 @@ class Outer(kinds.Config):
         ("is_on", 1, "bool"),
         ("kind", "c", "'a' | 'b'"),
         ("layers", (1, "2"), "tuple[int, ...]"),
-        ("length", 1.5, "int | NoneType"),
+        ("length", 1.5, "int | None"),
         ("inner", {"size": 1}, "Inner | Other"),
         ("count", 0, "must be at least 1"),
         ("start", -1, "must be at least 0"),

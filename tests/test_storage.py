@@ -124,7 +124,8 @@ def test_an_upload_that_is_interrupted_keeps_the_folder(store, monkeypatch):
 
 def test_records_of_pages_are_written_into_a_bucket(store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_records("s3://bucket/x.jsonl", [Section("title", [{"name": "a", "loss": 1.5}])], (), "x")
+    section, runs = Section("title", [{"name": "a", "loss": 1.5}]), [Path("of no environment")]
+    write_records("s3://bucket/x.jsonl", [section], runs, "x")
     assert store.names("bucket/") == ["x.jsonl"]
     assert not (tmp_path / "s3:").exists()
 

@@ -59,6 +59,8 @@ def describe(hint: Any) -> str:
     if get_origin(hint) is tuple:
         items = ("..." if item is ... else describe(item) for item in get_args(hint))
         return f"tuple[{', '.join(items)}]"
+    if hint is types.NoneType:
+        return "None"
     return hint.__name__ if isinstance(hint, type) else str(hint)
 
 

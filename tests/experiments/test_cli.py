@@ -22,6 +22,7 @@ PROGRAM = """
     WIDTH = flags.DEFINE_integer("width", 3, "How wide.")
     flags.DEFINE_string("name", None, "Whose.")
     flags.DEFINE_list("names", [], "Of whom.")
+    flags.DEFINE_string("records", None, "Rows of pages, which may be in a bucket.")
 
     def main(argv):
         {body}
@@ -101,7 +102,7 @@ def test_our_own_defect_keeps_its_traceback(command):
 
 
 def test_success_and_help_leave_with_zero_without_loading_jax(command):
-    result = command("print(WIDTH.value, len(argv))", "--width=5")
+    result = command("print(WIDTH.value, len(argv))", "--width=5", "--records=s3://b/x")
     assert (result.returncode, result.stdout, result.stderr) == (0, "5 1\n", "")
     result = command("pass", "--help")
     assert (result.returncode, result.stderr) == (0, "")

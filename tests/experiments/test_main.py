@@ -19,12 +19,13 @@ from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 
 FIRST_SECONDS = 2.0
+_INSPECTED = "--run_dir=x", f"--text={ROOT / 'README.md'}"
 # Lines of commands that are right as far as they are checked before something slow is imported.
 LINES = {
     "launch": "--gin=quickstart.gin",
     "plan": "--gin=quickstart.gin",
     "evaluate": "--run_dir=x --task=ppl",
-    "inspect": f"--run_dir=x --text={ROOT / 'README.md'} --output=y",
+    "inspect": " ".join((*_INSPECTED, "--output=y")),
     "report": "--run_dir=x",
     "generate": "--run_dir=x --prompt_file=/dev/null",
     "convert": "import --format=gguf x y",
@@ -60,6 +61,7 @@ def test_a_command_of_ttcd_is_the_module_of_that_name():
     assert "\n    ttcd plan --gin=" in _ttcd("plan", "--help").stdout
     for name, module in (("launch", "launch"), ("prepare", "prepare_data"), ("study", "study")):
         assert _ttcd(name, "--help").stdout == commands.output(module, "--help")
+    assert "values of" not in commands.output("study", "--gin=study/small.gin", "--help")
     line = ("--gin=recall.gin", "--topology=absent")
     planned = commands.refused("main", "plan", *line)
     assert planned == commands.refused("launch", *line, "--dry_run")
@@ -71,6 +73,8 @@ def test_a_command_of_ttcd_is_the_module_of_that_name():
 
 
 def test_what_is_missing_or_misspelt_is_named():
+    output = f"--output={__file__}"
+    to_a_file = ("report", "--run_dir=x", output), ("inspect_text", *_INSPECTED, output)
     commands.refuse(
         [
             (("main", "lanch"), 2, "no command 'lanch'; did you mean 'launch'?"),
@@ -82,6 +86,7 @@ def test_what_is_missing_or_misspelt_is_named():
             (("study", "--gin=recall.gin"), 2, "RunConfig is for ttcd launch"),
             (("launch", "--gin=recal.gin"), 2, "did you mean recall.gin or study/recall.gin?\n"),
             (("launch", "--gin=tiny.gin"), 2, "; `ttcd recipes` lists them"),
+            *((line, 2, f"--output={__file__} is a file: name a folder") for line in to_a_file),
         ]
     )
 
@@ -122,6 +127,7 @@ def test_bash_completes_commands_flags_recipes_and_tasks():
     first, *found = done.splitlines()
     assert "-F _ttcd ttcd" in first
     assert found == [" ".join(words) for words in COMPLETED.values()]
+    assert commands.output("completion", "bash", "ttcd").split()[:2] == ["launch", "plan"]
     for name in ("launch", "evaluate", "generate", "convert"):
         flags = {re.match(r"--(\w+)", word)[1] for word in candidates([name, "-"])} - {"help"}
         shown = commands.output(name, "--help")

@@ -1,10 +1,12 @@
 """The plan of a step: whether it fits, and its bytes as a process measures them."""
 
 import ctypes
+import os
 import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import commands
 import jax
@@ -13,6 +15,7 @@ import pytest
 from devices import environment
 from small_models import recipe
 
+from ttcd_jax import files
 from ttcd_jax.commands import plan
 from ttcd_jax.run import build, layout
 from ttcd_jax.run.described import compiled, missing_compiler
@@ -49,6 +52,15 @@ def test_what_was_not_counted_has_no_time(capsys):
     lines = plan._time(CONFIG, 8, T1, 1e12, "a loop of unknown length")
     assert "not counted (a loop of unknown length)" in lines["sent"]
     assert "step" not in lines
+
+
+def test_programs_of_described_devices_are_kept_by_nobody_but_the_plan(monkeypatch):
+    updates = mock.Mock()
+    monkeypatch.setattr(plan, "missing_compiler", lambda: None)
+    monkeypatch.setattr(plan, "described_devices", lambda hardware, count: [count])
+    monkeypatch.setattr(plan, "jax", SimpleNamespace(config=SimpleNamespace(update=updates)))
+    assert plan.use_topology("h100x8").devices == [8]
+    assert mock.call("jax_enable_compilation_cache", False) in updates.mock_calls
 
 
 def test_a_recipe_fits_two_nodes_without_data_and_writes_nothing(tmp_path):
@@ -89,6 +101,11 @@ def test_a_plan_prints_what_it_compares(monkeypatch, capsys, tmp_path):
         context.setattr(step, "summed_loss", lambda *xs: 2 * loss.summed_loss(*xs))
         plan.print_plan(CONFIG, target)
     assert capsys.readouterr().err == said
+    with monkeypatch.context() as context:  # nor can a file be
+        context.setattr(files, "_flush", lambda *_: os.stat(tmp_path / "absent"))
+        context.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+        plan.print_plan(CONFIG, target)
+    assert capsys.readouterr() == (found, said)
     monkeypatch.setenv("XDG_CACHE_HOME", __file__)  # no folder
     plan.print_plan(CONFIG, None)  # of a CPU
     assert "fits" not in capsys.readouterr().out

@@ -17,7 +17,7 @@ from ttcd_jax.commands.rehearsal import Rehearsal
 from ttcd_jax.data.sources import MixtureConfig, RecordsConfig, TextConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig, train_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError, ResourceError, UserError
-from ttcd_jax.run import build
+from ttcd_jax.run import build, directory
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.run.start import inherited_model
 from ttcd_jax.tasks.perplexity import Perplexity
@@ -69,6 +69,16 @@ def test_all_parts_are_tried_and_nothing_is_left(folder, capsys):
     Rehearsal(_of_records(folder), RunDirectory(folder / "new/runs/run"), None).run()
     assert _tried(capsys) == dict.fromkeys(PARTS, "ok")
     assert sorted(folder.rglob("*")) == before
+
+
+def test_a_run_that_has_done_more_steps_is_refused_as_by_the_launch(folder, capsys, monkeypatch):
+    config = _of_records(folder)
+    _, manifest = build.build_data(config, range(1))
+    RunDirectory(folder / "run").claim(config.to_dict(), None, manifest)
+    monkeypatch.setattr(directory, "complete_steps", lambda _: [12])
+    fewer, changes = config.replace(steps=4), ["RunConfig.steps"]
+    refused("in run_dir: ", Rehearsal(fewer, RunDirectory(folder / "run"), None, changes).run)
+    assert "RunConfig.steps 4 is below the 12 steps" in capsys.readouterr().out
 
 
 def test_a_mistake_in_each_part_is_named_and_the_others_are_tried(folder, capsys, monkeypatch):

@@ -24,7 +24,7 @@ from tiny_run import flags
 from ttcd_jax.commands import cli
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import CheckpointError, DataError
-from ttcd_jax.files import write_whole
+from ttcd_jax.files import write_json, write_whole
 from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.interop import hugging_face as interop
@@ -35,6 +35,7 @@ from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.build import Program
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import load_params
+from ttcd_jax.run.export import exported_run
 from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.run.start import started_state
 from ttcd_jax.train.layers_on_disk import by_name, unstacked
@@ -135,6 +136,9 @@ def test_a_run_is_exported_with_its_card_and_an_import_of_it_as_it_was(tmp_path)
     assert (again / "model.safetensors").stat().st_mode & 0o044 == 0o044
     assert "| imported from |" in (again / "README.md").read_text()
     assert "no tokenizer" not in (again / "README.md").read_text()
+    write_json(base / "eval/ppl/results.json", {"task": "ppl", "step": 0, "table": [1]})
+    options = base, "huggingface", None, None
+    refused("results.json is damaged |measure it again", exported_run, *options, error=DataError)
 
 
 # Llama with scaled positions, Mistral, Qwen2 with its biases, Qwen3 with norms and YaRN.

@@ -170,10 +170,13 @@ def test_arguments_of_a_run_are_refused_by_name(folder, arguments, words):
 
 
 def test_automatic_batches_are_ours(folder, caplog):
-    config = {"batch_size": "auto:4", "max_batch_size": 8, "device": "cuda:0"}
+    config = {"batch_size": "auto:4", "max_batch_size": 8, "device": "mps"}
     lm = RunLM.create_from_arg_obj({"run_dir": folder / "run"}, config)
     assert lm._scorer.batch_size == 8
-    assert "device cuda:0 has no effect: JAX computes on cpu" in caplog.text
+    assert "device mps has no effect: JAX computes on cpu" in caplog.text
+    caplog.clear()
+    RunLM(folder / "run", device="cuda:0")  # the harness' default
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(

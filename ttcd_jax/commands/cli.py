@@ -30,14 +30,15 @@ from ttcd_jax.config import Config, check_text
 from ttcd_jax.errors import ResourceError, UserError
 from ttcd_jax.files import full_disk
 from ttcd_jax.registry import import_modules
-from ttcd_jax.storage import SCHEMES, root, user_cache
+from ttcd_jax.run.bindings import find_gin_file, read_file
+from ttcd_jax.storage import SCHEMES, root, to_path, user_cache
 from ttcd_jax.units import OF_OUTPUT, printable
 
 _PACKAGE = Path(__file__).parents[1]
 _CONFIG_DIRS = (_PACKAGE / "configs", _PACKAGE.parent / "experiments" / "configs")
 CONFIG_DIR = next((path for path in _CONFIG_DIRS if path.is_dir()), _CONFIG_DIRS[0])
 _MOST_QUOTED = 1000  # characters at either end of a longer error
-_IN_BUCKETS = ("run_dir", "output", "verify", "tokenizer", "memory")
+_IN_BUCKETS = ("run_dir", "output", "records", "verify", "tokenizer", "memory")
 _IN_BUCKETS += ("save_state", "load_state", "save_memory", "load_memory")
 _MAY_BE_IN_BUCKET = {"an argument", *(f"--{name}" for name in _IN_BUCKETS)}  # of `convert`
 _OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|Out of memory")
@@ -146,12 +147,10 @@ def define_distributed() -> None:
 
 def recipe_options(_: Sequence[str]) -> str:
     """For --help: what the file of --gin leaves to --param by a name."""
-    from ttcd_jax.run.bindings import find_gin_file, read_file
-
-    if (name := flags.FLAGS.gin) is None:
+    name = flags.FLAGS.gin
+    bindings = read_file(find_gin_file(name, CONFIG_DIR), CONFIG_DIR).values() if name else ()
+    if not (lines := [f'  --param="{x.owner}={x.value!r}"' for x in bindings if not x.field]):
         return ""
-    bindings = read_file(find_gin_file(name, CONFIG_DIR), CONFIG_DIR).values()
-    lines = [f'  --param="{x.owner}={x.value!r}"' for x in bindings if not x.field]
     return "\n".join([f"\nvalues of {name}, besides all that `ttcd show {name}` has:", *lines, ""])
 
 
@@ -189,6 +188,13 @@ def keep_programs() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # default: 1
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # which jax has read
         jax.config.update("jax_compilation_cache_dir", str(user_cache()))
+
+
+def output_folder(output: str | os.PathLike[str]) -> Path:
+    """The folder of --output. Raises `UserError` for a file."""
+    if (folder := to_path(output)).is_file():
+        raise UserError(f"--output={folder} is a file: name a folder")
+    return folder
 
 
 def parse_options[C: Config](

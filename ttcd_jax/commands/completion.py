@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     if not line:
         print(_SCRIPTS[shell], end="")
         return
-    words = line[0].split()[1:] + [""] * line[0].endswith(" ")
+    words = line[0].split()[1:] + [""] * line[0].endswith(" ") or [""]
     last = words[-1].partition("=")[0] + "=" if shell == "bash" and "=" in words[-1] else ""
     print("\n".join(word.removeprefix(last) for word in candidates(words)))
 

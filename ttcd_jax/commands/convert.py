@@ -23,17 +23,17 @@ import math
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from absl import flags
 
 from ttcd_jax import storage, units
 from ttcd_jax.commands import cli
+from ttcd_jax.data.hub import model_folder
+from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer, tokenizer_of
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import check_unused, whole_folder
-
-if TYPE_CHECKING:
-    from ttcd_jax.data.tokenizer import TokenizerConfig
+from ttcd_jax.tokens import check_tokens
 
 FLAGS = flags.FLAGS
 _FORMATS = ["huggingface", "gguf", "reference"]
@@ -69,7 +69,6 @@ def main(argv: list[str]) -> None:
 
 
 def _import(name: str, run_dir: Path) -> None:
-    from ttcd_jax.data.hub import model_folder
     from ttcd_jax.interop.gguf_files import open_gguf
     from ttcd_jax.interop.hugging_face import open_hugging_face
     from ttcd_jax.interop.reference_config import open_reference
@@ -103,12 +102,9 @@ def _import(name: str, run_dir: Path) -> None:
     print(units.printable(f"run directory {run_dir.absolute()}"))
 
 
-def _tokenizer(folder: Path, vocab_size: int) -> "TokenizerConfig | None":
+def _tokenizer(folder: Path, vocab_size: int) -> TokenizerConfig | None:
     """The tokenizer to import, or None. Raises `DataError` if the model lacks one of its special
     tokens; of other tokens, a text that has one is refused."""
-    from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer, tokenizer_of
-    from ttcd_jax.tokens import check_tokens
-
     file = folder / "tokenizer.json"
     chosen = FLAGS.tokenizer or (str(file) if file.is_file() else "none")
     if chosen == "none":

@@ -32,12 +32,13 @@ from absl import flags
 
 from ttcd_jax import storage, units
 from ttcd_jax.commands import cli
+from ttcd_jax.data.compressed import MAX_BYTES, import_for
+from ttcd_jax.data.tokenizer import JsonTokenizer, Tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import check_unused, write_json
 from ttcd_jax.terminal import Progress, note
 
 if TYPE_CHECKING:
-    from ttcd_jax.data.tokenizer import JsonTokenizer, Tokenizer
     from ttcd_jax.inference.generate import Generation
     from ttcd_jax.inference.model import InferenceModel
     from ttcd_jax.inference.state import InferenceState
@@ -157,8 +158,6 @@ def _check_flags() -> None:
 
 
 def _prompt(file: str) -> bytes:
-    from ttcd_jax.data.compressed import MAX_BYTES
-
     try:
         with sys.stdin.buffer if file == "-" else open(file, "rb") as source:
             text = source.read(MAX_BYTES + 1)
@@ -169,10 +168,8 @@ def _prompt(file: str) -> bytes:
     return text
 
 
-def _chat(model: "InferenceModel", tokenizer: "JsonTokenizer", messages: list[bytes]) -> None:
+def _chat(model: "InferenceModel", tokenizer: JsonTokenizer, messages: list[bytes]) -> None:
     """Answers the messages, or without any the lines of standard input until an empty one."""
-    from ttcd_jax.data.compressed import import_for
-
     import_for("the template of --chat", "jinja2")
     from ttcd_jax.inference.chat import Chat
     from ttcd_jax.run.directory import RunDirectory, chat_template
@@ -193,9 +190,7 @@ def _chat(model: "InferenceModel", tokenizer: "JsonTokenizer", messages: list[by
         _show("\n")
 
 
-def _marking(tokenizer: "Tokenizer") -> "JsonTokenizer":
-    from ttcd_jax.data.tokenizer import JsonTokenizer
-
+def _marking(tokenizer: Tokenizer) -> JsonTokenizer:
     if not isinstance(tokenizer, JsonTokenizer):
         raise UserError("a tokenizer of bytes has no special tokens to name: leave the flag out")
     return tokenizer

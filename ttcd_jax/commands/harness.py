@@ -55,7 +55,7 @@ class RunLM(harness.ScorerLM):
         if not (re.fullmatch("[0-9]+", size) and int(size)):
             most = "" if max_batch_size is None else f", at most {max_batch_size}"
             raise UserError(f"batch_size {batch_size!r}{most} is not a number of rows, or 'auto'")
-        if device is not None:
+        if device not in (None, "cuda:0"):  # which the harness passes where none is given
             found = jax.devices()[0].platform
             logging.warning("device %s has no effect: JAX computes on %s", device, found)
         changes = [*map(str, param if isinstance(param, list | tuple) else [param])]

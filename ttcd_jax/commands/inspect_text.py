@@ -10,11 +10,11 @@ stream, untrained. docs/inspect.md says what the numbers mean.
 """
 
 import io
+from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from ttcd_jax import storage
 from ttcd_jax.commands import cli
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import read_text, write_whole
@@ -34,8 +34,8 @@ flags.DEFINE_multi_string("param", [], "A binding of the model, as in a .gin fil
 
 
 def main(argv: list[str]) -> None:
-    files = (x and storage.copy_of(x) for x in (FLAGS.text, FLAGS.other))
-    text, other = (x and read_text(x) for x in files)
+    folder = cli.output_folder(FLAGS.output)
+    text, other = (x and read_text(Path(x)) for x in (FLAGS.text, FLAGS.other))
     from ttcd_kernels.table import format_table
 
     from ttcd_jax.inspection import inspect, with_stream_memory
@@ -63,7 +63,6 @@ def main(argv: list[str]) -> None:
     for query, answer in zip(FLAGS.query, answers, strict=True):
         writers = format_table(answer.table()) if len(answer.positions) else "nothing was read"
         print(f"Who answered {query!r}, token {answer.token}\n{writers}\n")
-    folder = storage.to_path(FLAGS.output)
     _write(seen, tables, answers, folder)
     print(printable(f"page {folder / 'index.html'}, arrays {folder / 'arrays.npz'}"))
 

@@ -24,6 +24,7 @@ from absl import flags
 from ttcd_jax import terminal
 from ttcd_jax.commands import cli
 from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.run.bindings import find_gin_file, load_config, read_file, read_params
 
 FLAGS = flags.FLAGS
 cli.define_distributed()
@@ -69,8 +70,6 @@ def main(argv: list[str]) -> None:
         raise UserError(
             "--topology describes the devices of a plan: it goes with --dry_run or --rehearse"
         )
-    from ttcd_jax.run.bindings import find_gin_file, read_file, read_params
-
     # Their mistakes are reported before anything slow is imported.
     gin_file = find_gin_file(FLAGS.gin, cli.CONFIG_DIR)
     read_file(gin_file, cli.CONFIG_DIR)
@@ -78,7 +77,6 @@ def main(argv: list[str]) -> None:
     gc.disable()  # a fifth of the time of imports and of tracing
     with terminal.phase("importing"):
         from ttcd_jax.run import training
-        from ttcd_jax.run.bindings import load_config
         from ttcd_jax.run.config import RunConfig
         from ttcd_jax.run.directory import RunDirectory
         from ttcd_jax.run.start import inherited_model

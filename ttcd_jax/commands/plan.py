@@ -65,6 +65,7 @@ def use_topology(topology: str) -> Target:
     hardware, count = parse_topology(topology)
     jax.config.update("jax_platforms", "cpu")
     if missing_compiler() is None:
+        jax.config.update("jax_enable_compilation_cache", False)  # JAX cannot read them back
         return Target(hardware, described_devices(hardware, count))
     jax.config.update("jax_num_cpu_devices", count)
     return Target(hardware, jax.devices())
@@ -121,8 +122,7 @@ def _planned(config: RunConfig, mesh: Mesh, target: Target | None) -> Plan:
     except ValueError as error:
         sent = str(error)
     plan = Plan(used, sent, origin)
-    with contextlib.suppress(OSError):  # a cache that cannot be written
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(UserError):  # a cache that cannot be written
         write_json(file, plan)
     return plan
 

@@ -30,7 +30,7 @@ from ttcd_jax.data.pipeline import Batches, RowSource
 from ttcd_jax.data.tokenizer import build_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError, ResourceError, UserError
 from ttcd_jax.run import build
-from ttcd_jax.run.config import RunConfig, accepted_changes
+from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import REHEARSAL, RunDirectory, open_checkpoints
 from ttcd_jax.run.start import plan_start
 from ttcd_jax.run.trackers import TRACKERS
@@ -150,9 +150,7 @@ class Rehearsal:
         self.run_dir.fetch()
         self.run_dir.check_free()
         check_kept(self.run_dir)
-        if self.run_dir.is_claimed:
-            config = self.config.to_dict()
-            accepted_changes(path, self.run_dir.read_config(), config, self.changes)
+        self.run_dir.accepted_changes(self.config.to_dict(), self.changes)
         made = [x for x in (path, *path.parents) if not os.path.lexists(x)]
         place = RunDirectory(path / f"{REHEARSAL}{os.getpid()}")
         state = {"params": {"x": jnp.arange(2**16)}, "step": jnp.int32(1)}

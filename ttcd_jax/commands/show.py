@@ -14,14 +14,13 @@ from absl import flags
 
 from ttcd_jax.commands import cli
 from ttcd_jax.config import Config
+from ttcd_jax.run.bindings import find_gin_file, load_config, read_file, read_params
 
 FLAGS = flags.FLAGS
 flags.DEFINE_multi_string("param", [], "A binding that overrides the file, as Class.field=value.")
 
 
 def main(argv: list[str]) -> None:
-    from ttcd_jax.run.bindings import find_gin_file, load_config, read_file, read_params
-
     path = find_gin_file(argv[1], cli.CONFIG_DIR)
     bindings = read_file(path, cli.CONFIG_DIR) | read_params(FLAGS.param, cli.CONFIG_DIR)
     from ttcd_jax.commands.study.runs import StudyConfig

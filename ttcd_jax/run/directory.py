@@ -137,23 +137,30 @@ class RunDirectory:
         `DataError` for other data."""
         for path in (x for name in (*_CLAIM, METRICS) for x in self.path.glob(f".{name}.*")):
             path.unlink()
-        old = self.read_config() if self.is_claimed else config
-        accepted = accepted_changes(self.path, old, config, changes, layout)
+        accepted = self.accepted_changes(config, changes, layout)
         if not self.is_claimed:
             self.check_free()
             self.write(config, data, MANIFEST, source)
             return
         check_unchanged(self.path, lambda: data)
-        if not accepted:
-            return
+        if accepted:
+            history = self._read("config.json").get("changes", [])
+            self._write_config(config, source, [*history, *accepted])
+
+    def accepted_changes(
+        self, config: dict[str, Any], named: Sequence[str] | None, layout: Sequence[str] = LAYOUT
+    ) -> list[dict[str, Any]]:
+        """What `run.config.accepted_changes` accepts of the run here, if there is one, after which
+        step. Raises `UserError` for any other difference, and for fewer steps than are done."""
+        old = self.read_config() if self.is_claimed else config
+        accepted = accepted_changes(self.path, old, config, named, layout)
         done = max(complete_steps(self.checkpoints), default=0)
-        if config["steps"] < done:
+        if accepted and config["steps"] < done:
             raise UserError(
                 f"RunConfig.steps {config['steps']} is below the {done} steps that {self.path} has "
                 f"done: take {done} or more, or choose another --run_dir"
             )
-        history = self._read("config.json").get("changes", [])
-        self._write_config(config, source, [*history, *({"step": done} | x for x in accepted)])
+        return [{"step": done} | x for x in accepted]
 
     def check_free(self) -> None:
         """Raises `UserError` for a folder that is not empty and holds no run."""

@@ -13,14 +13,15 @@ from ttcd_jax.errors import DataError, UserError, listed
 from ttcd_jax.files import read_json, write_json
 from ttcd_jax.measure.results import Results, differing
 from ttcd_jax.measure.task import Subject, Task
+from ttcd_jax.run.build import untrained
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.run.directory import EVALUATIONS, RunDirectory, run_tokenizer
+from ttcd_jax.run.directory import EVALUATIONS, RunDirectory
 from ttcd_jax.run.page import RunPage
 from ttcd_jax.run.trackers import Guarded
 from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.tasks import TASKS
 from ttcd_jax.train.loop import StateCallback
-from ttcd_jax.train.state import TrainState, abstract_model, with_params
+from ttcd_jax.train.state import TrainState, with_params
 
 
 def evaluation_callbacks(
@@ -38,8 +39,7 @@ def evaluation_callbacks(
     if every is None:
         return []
     tasks = [x.replace(batch_size=min(x.batch_size, batch_size)) for x in config.evaluations]
-    data, tokenizer = config.data.to_dict(), run_tokenizer(run_dir)
-    subject = Subject(abstract_model(config.model), tokenizer, data, run_dir.path)
+    subject = untrained(config, run_dir.path)
     inputs = [(task, task.rows(subject)) for task in tasks]
     _check_cases(run_dir.path / EVALUATIONS, inputs, subject)
     page = None if jax.process_index() else Guarded(RunPage(run_dir.path))

@@ -12,12 +12,12 @@ from ttcd_kernels.table import Row, cells
 from ttcd_jax.data.sources import row_length
 from ttcd_jax.data.tokenizer import build_tokenizer
 from ttcd_jax.errors import CheckpointError
-from ttcd_jax.files import read_json
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.text_memory import dense, load_memory
 from ttcd_jax.interop.checkpoint import CONFIG
 from ttcd_jax.interop.hugging_face import MODELING, TRIED, export_hugging_face, is_own, text_files
 from ttcd_jax.interop.reference_config import export_reference
+from ttcd_jax.measure.results import FILE, read_results
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.run.directory import (
     IMPORTED,
@@ -104,10 +104,9 @@ def _card(
         *notes,
         *_table([{"": name, "value": x} for name, x in entries.items()]),
     ]
-    for path in () if added else sorted(directory.path.glob("eval/*/results.json")):
-        result = read_json(path)
-        if result.get("step") == step and result.get("table"):
-            lines += ["", f"## {result['task']}: {result['label']}", "", *_table(result["table"])]
+    for path in () if added else sorted(directory.path.glob(f"eval/*/{FILE}")):
+        if (result := read_results(path)).step == step:
+            lines += ["", f"## {result.task.name}: {result.label}", "", *_table(result.table)]
     return "\n".join(lines) + "\n"
 
 

@@ -272,8 +272,8 @@ def write_records(
     the `runs`, this machine and the `facts`, among them what an `interval` is over; then one for
     every row of the `sections`, [mean, half] where a cell has an interval. Absolute paths are DIR,
     as they are those of this machine. `experiments.pages` draws tables of such files."""
-    machine = environment()
-    found = (machine, *(read_json(x / "environment.json") for x in runs))
+    machine, files = environment(), (x / "environment.json" for x in runs)
+    found = (machine, *map(read_json, filter(Path.exists, files)))
     count = machine["cpu_count"] if machine["platform"] == "cpu" else jax.device_count()
     commits = sorted({x.get("commit") or "unknown" for x in found})
     head = {"command": command, "commit": ", ".join(commits)}

@@ -43,7 +43,7 @@ from ttcd_jax.registry import IMPORTED_MODULES
 from ttcd_jax.run import page
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.build import untrained
-from ttcd_jax.run.config import RunConfig, accepted_changes
+from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import METRICS, RunDirectory, load_run
 from ttcd_jax.run.page import Run
 from ttcd_jax.run.reporting import read_metrics
@@ -247,8 +247,7 @@ def compute(
         fields["start_from"] = str(path / f"{START}-{seed}")
     params = (*recipe.bindings, *(f"RunConfig.{field}={x!r}" for field, x in fields.items()))
     if (directory := RunDirectory(folder)).is_claimed:
-        wanted = recipe.config.replace(**fields).to_dict()
-        accepted_changes(folder, directory.read_config(), wanted, None)
+        directory.accepted_changes(recipe.config.replace(**fields).to_dict(), None)
     missing = []
     for task, text in itertools.product(evaluations, texts):
         if pieces := texts[text]:
