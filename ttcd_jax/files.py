@@ -228,6 +228,14 @@ def is_file_name(name: Any) -> bool:
     return is_text and name[0] != "." and Path(name).name == name
 
 
+def reach_of_links(folder: Path) -> Path:
+    """Where the links in a folder may lead: to itself, and of the Hugging Face cache from a folder
+    in `snapshots` to the `blobs` beside it."""
+    inside = folder.resolve()
+    caches = (x.parent for x in (inside, *inside.parents) if x.name == "snapshots")
+    return next((cache for cache in caches if (cache / "blobs").is_dir()), inside)
+
+
 def read_index(index: Path) -> dict[str, str]:
     """The file of each tensor, in the folder of the index that says so."""
     weight_map = read_json(index).get("weight_map")

@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import json
 import os
@@ -221,6 +222,7 @@ def test_links_that_leave_the_folder_are_refused(tmp_path, link, file, glob):
     text = tmp_path / "real" / "text"
     (text / link).symlink_to(f"../../secret{file}")
     config = CorpusConfig(kind="text", path=str(text), glob=glob, **ALL)
+    refused("glob . must be a pattern below", config.replace, glob=".")
     words = f"text/{link} is a link that leaves |cp -rLl"
     refused(words, load_documents, config, "train", error=DataError)
     (text / link).unlink()
@@ -235,6 +237,22 @@ def test_links_that_leave_the_folder_are_refused(tmp_path, link, file, glob):
     (text / "other").symlink_to("../../secret")
     config = config.replace(path=str(text), glob="validation/**/*.txt")
     assert _names(load_documents(config, "train")) == ["validation/c.txt"]
+
+
+def test_a_folder_that_cannot_be_read_is_refused_and_not_passed_over(tmp_path, monkeypatch):
+    _folder(tmp_path, ["a.txt", "closed/b.txt"])
+    scan = os.scandir
+
+    def refusing(path):
+        if os.fspath(path) == str(tmp_path / "closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    config = CorpusConfig(kind="text", path=str(tmp_path), **ALL)
+    words = "closed cannot be read: Permission denied; |by a glob"
+    refused(words, load_documents, config, "train", error=DataError)
+    assert _names(load_documents(config.replace(glob="*.txt"), "train")) == ["a.txt"]
 
 
 def test_links_of_the_hugging_face_cache_are_good_and_others_are_not(tmp_path):

@@ -49,6 +49,14 @@ def test_decode_inverts_encode_and_specials_are_never_in_text(kind, tmp_path):
     assert num_bytes.sum() == len(TEXT.encode())
 
 
+def test_text_that_is_not_unicode_is_refused(tmp_path):
+    """As from a shell whose bytes are not UTF-8, or from JSON with half of a pair."""
+    tokenizer = _opened(_byte_level_file(tmp_path, "<|endoftext|>"))
+    for encode in (ByteTokenizer().encode, tokenizer.encode, tokenizer.encode_marked):
+        for text in ("Gr\udcfc\udcdfe", "\ud83d"):
+            refused("is not Unicode|surrogates not allowed", encode, text, error=DataError)
+
+
 def test_byte_ids_are_the_bytes():
     assert ByteTokenizer().encode(b"\x00\xffA").tolist() == [0, 255, 65]
     assert ByteTokenizer().decode([0xFF, 65]) == "\ufffdA"

@@ -170,6 +170,7 @@ def test_what_cannot_be_generated_is_refused_by_name(model):
     refused("max_new_tokens|-1", _request, max_new_tokens=-1)
     refused("[T]|(1, 3)", _request, tokens=[[1, 2, 3]])
     refused("a stop string is empty", _request, stop=("a", ""))
+    refused("pass ('END',)", _request, stop="END")
     data("request 1: token 258 at position 2", generation, _request(), _request(tokens=[1, 2, 258]))
     data("token ids are float64", generation, _request(tokens=[1.5, 2.0]))
     small = _model(CONFIG.replace(vocab_size=200))

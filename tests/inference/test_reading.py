@@ -116,7 +116,7 @@ def test_the_pieces_of_a_prompt_have_one_size_with_little_padding():
 def test_bad_input_is_refused_before_anything_is_read():
     model, _ = _models("ipttcd")
     state, read = start_state(model, ROWS), functools.partial(prefill, model)
-    refused("shape (2, 23)|3 rows", read, state, TOKENS[:2])
+    refused("[2, 23]|[3, T]", read, state, TOKENS[:2])
     refused("lengths |do not fit", read, state, TOKENS, np.array([1, 24, 2]))
     refused("lengths [1, 0, 2]|from 1 to 23", read, state, TOKENS, np.array([1, 0, 2]))
     refused("token 11 at position 0", read, state, np.full((ROWS, 2), 11), error=DataError)

@@ -124,6 +124,18 @@ def test_shards_that_leave_the_folder_or_share_a_tensor_are_refused(tmp_path):
     _refused(folder, "is in | and in")
 
 
+def test_the_hugging_face_cache_may_be_behind_a_link(tmp_path):
+    snapshot = tmp_path / "disk" / "models--lab--model" / "snapshots" / "1"
+    (blobs := snapshot.parent.with_name("blobs")).mkdir(parents=True)
+    (file,) = write_safetensors(snapshot, TENSORS)
+    file.rename(blobs / "12")
+    file.symlink_to("../../blobs/12")
+    (tmp_path / "cache").symlink_to("disk")
+    for root in ("disk", "cache"):
+        folder = tmp_path / root / snapshot.relative_to(tmp_path / "disk")
+        assert bits(open_weights(folder)) == bits(TENSORS)
+
+
 def test_folders_without_or_with_two_checkpoints_are_refused(tmp_path):
     _refused(tmp_path / "none")
     _refused(tmp_path, "safetensors|save_pretrained(safe_serialization=True)")

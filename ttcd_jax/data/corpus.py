@@ -8,7 +8,7 @@ import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NoReturn, Self
 
 from absl import logging
 
@@ -16,6 +16,7 @@ from ttcd_jax import units
 from ttcd_jax.config import Bound, Config, NonNegative
 from ttcd_jax.data.documents import Document, LeftOut, holds_many, read_documents, with_companions
 from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import reach_of_links
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -32,7 +33,8 @@ _CLAIM = {"lock", "environment.json", "data.json", "config.gin"}  # of a run tha
 _BELOW = Bound(
     "a pattern below path, such as **/*.txt",
     lambda glob: (
-        glob[0] != "/" and all(x != ".." and ("**" not in x or x == "**") for x in glob.split("/"))
+        (PurePath(glob).name != "" and glob[0] != "/")
+        and all(x != ".." and ("**" not in x or x == "**") for x in glob.split("/"))
     ),
 )
 
@@ -76,22 +78,19 @@ class Census:
     """The number, total bytes and digest of the documents added so far."""
 
     def __init__(self, documents: Iterable[Document] = ()) -> None:
-        self._num_documents = self._num_bytes = 0
-        self._digest = hashlib.sha256()
+        self._counts, self._digest = {"num_documents": 0, "num_bytes": 0}, hashlib.sha256()
         for document in documents:
             self.add(document)
 
     def add(self, document: Document) -> None:
-        content = document.content
-        self._num_documents += 1
-        self._num_bytes += len(content)
-        for part in (_name_bytes(document), content):
+        self._counts["num_documents"] += 1
+        self._counts["num_bytes"] += len(document.content)
+        for part in (_name_bytes(document), document.content):
             self._digest.update(len(part).to_bytes(8))  # so that no two lists have one digest
             self._digest.update(part)
 
     def summary(self) -> dict[str, Any]:
-        counts = {"num_documents": self._num_documents, "num_bytes": self._num_bytes}
-        return counts | {"sha256": self._digest.hexdigest()}
+        return self._counts | {"sha256": self._digest.hexdigest()}
 
 
 def manifest(config: CorpusConfig, documents: Iterable[Document]) -> dict[str, Any]:
@@ -247,17 +246,14 @@ _warn_once = functools.cache(functools.partial(logging.warning, "%s"))
 
 def _folder_files(root: Path, part: str, glob: str) -> dict[str, Path]:
     """The files of a part of `root` by name. Raises `DataError` without one, and for a file that a
-    link brings in from elsewhere. The links of the Hugging Face cache are good: from a folder in
-    `snapshots` to the `blobs` beside it."""
+    link brings in from elsewhere."""
     files, links = _files(root / part, glob), _links_passed_over(root / part, glob)
     if not (files or links):
         raise DataError(
             f"no file under {root / part} matches {glob!r} (CorpusConfig.glob of a recipe): put "
             "text there, or name a file"
         )
-    inside = root.resolve()
-    caches = (x.parent for x in (inside, *inside.parents) if x.name == "snapshots")
-    inside = next((cache for cache in caches if (cache / "blobs").is_dir()), inside)
+    inside = reach_of_links(root)
     for found in {*links, *(x if x.is_symlink() else x.parent for x in files.values())}:
         if not found.resolve().is_relative_to(inside):
             raise DataError(
@@ -275,15 +271,14 @@ def _files(folder: Path, glob: str) -> dict[str, Path]:
         return _is_run(folder / part) or (part != part.parent and is_in_run(part.parent))
 
     depth = len(folder.parts)  # `relative_to` is slow
-    found = (path for path in folder.glob(glob) if path.is_file() or _is_broken(path))
-    names = (PurePath(*path.parts[depth:]) for path in found)
-    kept = sorted(name.as_posix() for name in names if not is_in_run(name.parent))
+    # Of links to nothing, the locks of editors (.#name) are passed over, others an error to read.
+    found = (
+        PurePath(*path.parts[depth:])
+        for path in folder.glob(glob)
+        if path.is_file() or (path.is_symlink() and not path.exists() and path.name[0] != ".")
+    )
+    kept = sorted(name.as_posix() for name in found if not is_in_run(name.parent))
     return {name: folder / name for name in kept}
-
-
-def _is_broken(path: Path) -> bool:
-    """Whether it is a link to nothing, and no lock of an editor: reading it is an error."""
-    return path.is_symlink() and not path.exists() and path.name[0] != "."
 
 
 def _links_passed_over(folder: Path, glob: str) -> list[Path]:
@@ -292,8 +287,16 @@ def _links_passed_over(folder: Path, glob: str) -> list[Path]:
         return []
     head = PurePath(*parts[: parts.index("**")]).as_posix()
     trees = [folder] if head == "." else folder.glob(head)
-    below = (Path(x, name) for top in trees for x, names, _ in os.walk(top) for name in names)
+    walks = (os.walk(top, onerror=_unreadable) for top in trees)
+    below = (Path(x, name) for walk in walks for x, names, _ in walk for name in names)
     return [x for x in below if x.is_symlink() and any(x.rglob(parts[-1]))]
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    """For a folder that a glob passes over without a word."""
+    raise DataError(
+        f"{error.filename} cannot be read: {error.strerror}; allow it, or choose files by a glob"
+    ) from error
 
 
 def _is_run(folder: Path) -> bool:

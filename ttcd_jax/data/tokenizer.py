@@ -77,8 +77,7 @@ class ByteTokenizer:
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """Ids [T] int32, without special tokens; a `str` is encoded as UTF-8."""
-        data = text.encode() if isinstance(text, str) else text
-        return np.frombuffer(data, np.uint8).astype(np.int32)
+        return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
 
     def cuts(self, text: bytes) -> list[int]:
         """Where the text may be cut: 0, ..., its length. Its parts have its ids."""
@@ -145,7 +144,7 @@ class JsonTokenizer:
         return name
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        text = text.encode() if isinstance(text, str) else text
+        text = _utf8(text)
         return np.concatenate([self.encode_part(text, *x) for x in pairwise(self.cuts(text))])
 
     def quoted(self, text: str) -> str:
@@ -165,7 +164,7 @@ class JsonTokenizer:
             vocab, encode = self._tokenizer.get_vocab(), self.encode
             ids = [[vocab[x]] if i % 2 else encode(x.replace(_QUOTE, "")) for i, x in parts]
             return np.concatenate(ids, dtype=np.int32)
-        marked = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        text, marked = _utf8(text).decode(), tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         marked.encode_special_tokens = False
         with library_errors("the tokenizer cannot encode the text"):
             return np.array(marked.encode(text, add_special_tokens=False).ids, np.int32)
@@ -281,6 +280,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     options = {"show_progress": False, "special_tokens": [BOS_NAMES[0], EOS_NAMES[0]]}
     tokenizer.train_from_iterator(texts, vocab_size, min_frequency=0, **options)
     return tokenizer.to_str(pretty=True)
+
+
+def _utf8(text: bytes | str) -> bytes:
+    """Raises `DataError` for what is no character of Unicode: half of a pair of surrogates, as
+    which a shell's bytes arrive too where they are not UTF-8."""
+    try:
+        return text.encode() if isinstance(text, str) else text
+    except UnicodeEncodeError as error:
+        raise DataError(f"a text is not Unicode ({error}): type it as UTF-8") from error
 
 
 def decoded(text: bytes, start: int = 0, stop: int | None = None, name: str = "") -> str:

@@ -1,9 +1,4 @@
-"""A conversation with a model, by the template of its checkpoint.
-
-chat = Chat(inference_model(run.model), run.tokenizer, chat_template(run_dir))
-for event in chat.answer("What is a tide?"):
-    print(event.text, end="", flush=True)
-"""
+"""A conversation with a model, by the template of its checkpoint (docs/generation.md)."""
 
 import functools
 import json

@@ -1,9 +1,5 @@
-"""Generation of text after prompts: a batch of requests, each with its own settings.
-
-requests = [Request(tokens=tokenizer.encode("def main("), max_new_tokens=50)]
-for event in Generation(model, tokenizer, requests):
-    print(event.text, end="", flush=True)
-"""
+"""Generation of text after prompts: a batch of requests, each with its own settings
+(docs/generation.md)."""
 
 import dataclasses
 import functools
@@ -46,6 +42,8 @@ class Request:
             raise UserError(f"a prompt is one row of tokens [T], not {np.shape(self.tokens)}")
         if self.max_new_tokens < 0:
             raise UserError(f"max_new_tokens must be 0 (read only) or more: {self.max_new_tokens}")
+        if isinstance(self.stop, str):
+            raise UserError(f"stop={self.stop!r} would be its letters: pass ({self.stop!r},)")
         if "" in self.stop:
             raise UserError("a stop string is empty: leave it out")
 

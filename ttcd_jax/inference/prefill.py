@@ -20,6 +20,7 @@ from ttcd_jax.inference.decode import MemoryMode, advance, check_memory, head_lo
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState, cache_slots, fresh_memories
 from ttcd_jax.models.config import TransformerConfig, memory_chunk
+from ttcd_jax.nn.row import check_array
 from ttcd_jax.tokens import check_tokens
 
 # Tokens of a row in one piece, by default: the arrays of 512 stay in a CPU's cache.
@@ -142,8 +143,7 @@ def _next_piece(
 
 
 def _round_up(count: int, most: int) -> int:
-    power = 1 if count == 1 else max(1 << (count - 1).bit_length(), LEAST_SIZE)
-    return min(power, most)
+    return min(1 if count == 1 else max(1 << (count - 1).bit_length(), LEAST_SIZE), most)
 
 
 def check_capacity(config: TransformerConfig, state: InferenceState, lengths: np.ndarray) -> None:
@@ -167,11 +167,7 @@ def _check(
     fewest: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     tokens, batch_size = np.asarray(tokens), len(state.position)
-    if tokens.ndim != 2 or len(tokens) != batch_size:
-        raise UserError(
-            f"tokens have shape {tokens.shape} and the state {batch_size} rows: they must be "
-            f"({batch_size}, T)"
-        )
+    check_array("the state", "tokens", tokens, "int", batch_size, "T")
     most = tokens.shape[1]
     lengths = np.full(batch_size, most) if lengths is None else np.asarray(lengths)
     is_count = lengths.shape == (batch_size,) and np.issubdtype(lengths.dtype, np.integer)

@@ -1,5 +1,6 @@
 """Incremental detokenization: whole characters, up to the first stop string."""
 
+import codecs
 import re
 from collections.abc import Sequence
 
@@ -14,9 +15,7 @@ _MIN_WINDOW, _MAX_WINDOW = 8, 16  # tokens, of one byte at least
 
 def typed(text: str) -> str:
     r"""A text as typed in a shell: nothing but \n, \t and \r is the characters they stand for."""
-    if not re.fullmatch(r"(\\[ntr])+", text):
-        return text
-    return text.replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\r", "\r")
+    return codecs.decode(text, "unicode_escape") if re.fullmatch(r"(\\[ntr])+", text) else text
 
 
 class TextStream:
@@ -74,9 +73,8 @@ class TextStream:
         if self.is_stopped:
             return ""
         text = self._held + new
-        starts = [(text.find(stop), stop) for stop in self._stop]
         # The one that ends first: tokenization makes no difference.
-        matches = sorted((start + len(stop), start) for start, stop in starts if start >= 0)
+        matches = sorted((text.find(x) + len(x), text.find(x)) for x in self._stop if x in text)
         self.is_stopped = bool(matches)
         begun = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
         end = matches[0][1] if matches else len(text) - max(begun, default=0)

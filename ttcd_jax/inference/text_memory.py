@@ -1,10 +1,5 @@
 """Memories of texts as objects: kept without the windows, added, put into a fresh state, or written
-into the down projections for good. docs/memories.md says which sums are exact.
-
-    book = read_memory(model, tokens)                # S of every layer with a memory
-    state = start_from(model, [book + other])        # prompts read the memory of both texts
-    plain = dense(run.model, book)                   # W_base + eta S: a model without a memory
-"""
+into the down projections for good. docs/memories.md has examples, and which sums are exact."""
 
 import dataclasses
 import operator

@@ -287,8 +287,6 @@ HUGGING_FACE = Format(
     renamed=their_name,
     texts=TEXT_FILES,
 )
-# All parameters have the widest dtype of the files, bfloat16 as a rule, in which the model then
-# computes too (float32 where the files are float16).
 open_hugging_face = functools.partial(open_checkpoint, form=HUGGING_FACE)
 export_hugging_face = functools.partial(exported, form=HUGGING_FACE)
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.files import parse_json, read_index, whole_file, write_json
+from ttcd_jax.files import parse_json, reach_of_links, read_index, whole_file, write_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -149,10 +149,7 @@ def _indexed(index: Path) -> WeightFiles:
 
 
 def _check_link(file: Path) -> None:
-    """Raises `DataError` for a link out of its folder, unless it is one of the hub's cache, from
-    snapshots/<revision>/ to blobs/."""
-    folder = file.absolute().parent
-    if file.resolve().parent not in (folder.resolve(), folder.parent.parent / "blobs"):
+    if not file.resolve().is_relative_to(reach_of_links(file.parent)):
         remedy = "copy the folder with the files themselves (cp -rL)"
         raise DataError(f"{file} is a link that leaves its folder: {remedy}")
 
