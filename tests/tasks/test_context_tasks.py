@@ -137,6 +137,7 @@ def test_a_manifest_repeats_an_evaluation(subject, folder, tmp_path):
         (FinalBlock, {}, "none of 7 documents has 31744 tokens (longest: 90)"),
         (Position, {"seq_len": 91}, "none of 7 documents has 91 tokens (longest: 90)"),
         (Position, {}, "seq_len None is not 2 or more"),
+        (Perplexity, {}, "seq_len None is not in 1 .. 1048576: pass --seq_len=N"),
         (Position, {"offset": 1, "offset_max": 2}, "offset 1 is fixed and offset_max 2 bounds"),
     ],
 )

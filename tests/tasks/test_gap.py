@@ -186,6 +186,7 @@ def test_the_last_third_of_the_shortest_stream_has_a_loss():
     assert len(records) == 10
     assert all(np.isfinite(x.share) for x in records)
     refused("length 3 must be at least 4", task.replace, length=3)
+    refused("max_documents 1 must be at least 2", task.replace, max_documents=1)
 
 
 def test_two_models_are_compared_by_what_the_memory_itself_gives_back():

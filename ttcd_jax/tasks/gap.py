@@ -84,7 +84,7 @@ class WindowTask[Record: tuple[Any, ...]](Task[list[np.ndarray], Record]):
     sinks: NonNegative = 4
     start: NonNegative = 0
     length: Positive = 2048
-    max_documents: Positive = 3
+    max_documents: Annotated[int, AtLeast(2)] = 3
     text: str | None = None
 
     def documents(self, subject: Subject, *windows: int) -> list[np.ndarray]:

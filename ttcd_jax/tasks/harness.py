@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NamedTuple
 
-from ttcd_jax.config import LIMIT, NonNegative
+from ttcd_jax.config import DISTINCT, LIMIT, NonNegative
 from ttcd_jax.errors import UserError, listed
 from ttcd_jax.measure.pictures import Picture
 from ttcd_jax.measure.scorer import Scorer
@@ -48,7 +48,7 @@ class Harness(Task[Any, Score]):
     value = "value"
     shaping = ("limit", "num_fewshot")  # tasks may differ
 
-    tasks: tuple[str, ...] = ("hellaswag", "arc_easy", "arc_challenge", "mmlu")
+    tasks: Annotated[tuple[str, ...], DISTINCT] = ("hellaswag", "arc_easy", "arc_challenge", "mmlu")
     data: str | None = None
     include_path: str | None = None
     limit: Annotated[float, LIMIT] | None = None

@@ -94,7 +94,7 @@ class Perplexity(RowTask[PositionLoss]):
         seq_len = self.seq_len or subject.data.get("seq_len")
         longest = max(_ANY_LENGTH, sum(int(part.sizes.sum()) for part in records))
         if type(seq_len) is not int or not 0 < seq_len <= longest:
-            raise DataError(f"seq_len {seq_len} is not in 1 .. {longest}, the tokens of the text")
+            raise DataError(f"seq_len {seq_len} is not in 1 .. {longest}: pass --seq_len=N")
         parts = [DocumentRows(part, seq_len=seq_len) for part in records]
         return grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
 
