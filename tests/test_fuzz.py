@@ -139,7 +139,7 @@ def test_npz_files(tmp_path):
 
 def test_journals(tmp_path):
     """Forged ones, with a digest that fits: ignored, or read."""
-    source = {"0/sizes": [2, 1], "0/0": [1, 2, 3], "0/1": [3, 4, 5]}
+    source = {"0/0/0": [1, 2], "0/0/1": [3, 4], "0/1/0": [3], "0/1/1": [5]}
 
     def read(value):
         arrays = {}

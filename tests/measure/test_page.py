@@ -151,7 +151,7 @@ def test_lines_are_drawn_without_a_warning_and_replace_the_old_ones_when_whole(t
             _lines(path, series={"SWA": points})
     assert path.read_text() == old
     labels = {"title": "t", "x_label": "x", "y_label": "y"}
-    plot_bars(path, groups=["near"], series={"SWA": [0.5], "LaCT": [None]}, **labels)
+    plot_bars(path, series={"SWA": {"near": 0.5}, "LaCT": {"near": None}}, **labels)
     assert "<title>SWA\nnear: 0.5</title>" in path.read_text()
     assert "<title>LaCT\nnear: n/a</title>" in path.read_text()
     assert [file.name for file in path.parent.iterdir()] == ["loss.svg"]

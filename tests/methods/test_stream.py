@@ -213,7 +213,7 @@ def test_it_starts_as_the_task_stream_measures_without_training(float64):
     documents = [np.random.default_rng(n).integers(0, 11, length) for n in range(2)]
     task = gap.Stream(window=3, sinks=2, layer=2, length=length)
     subject = Subject(model, ByteTokenizer(), {}, "")
-    records = task.measure(task.scorer(subject, "", model), documents, subject)
+    records = [*task.measure(task.scorer(subject, "", model), documents, subject)]
     shares = [x.share for x in records if x.memory == gap.STREAM]
     memory = StreamMemoryConfig(chunk_size=gap.CHUNK, initial_rate=task.rate)
     changes = {"method": "ipttcd_stream", "student_window": 3, "sink_tokens": 2}

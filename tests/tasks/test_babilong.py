@@ -221,7 +221,7 @@ def test_an_oracle_scores_100_and_random_labels_chance(tmp_path, prose, form, ba
     cases = task.rows(subject)
     targets = iter([case.sample.target for case in cases])
     oracle = Oracle(lambda _: f" It is {next(targets)}.")
-    best = task.measure(oracle, cases, subject)
+    best = [*task.measure(oracle, cases, subject)]
     assert {x.max_new_tokens for x in oracle.requests} == {20 if form == "official" else 16}
     whole = {"0k": 100.0, "2k": 100.0, "average": 100.0}
     assert task.table({"mine": best}) == [{"task": x} | whole for x in (*TASKS, "average")]

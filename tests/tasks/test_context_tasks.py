@@ -92,7 +92,7 @@ def test_the_final_block_is_read_after_every_context_anew(subject, folder):
 def test_contexts_that_no_document_has_are_empty(subject, folder):
     options = {"contexts": (60, 80, 100), "final_block": 8, "seq_len": 120, "min_doc_tokens": 50}
     task = FinalBlock(text=folder, **options)
-    records = task.measure(_Zeros(), task.rows(subject), subject)
+    records = [*task.measure(_Zeros(), task.rows(subject), subject)]
     found = [(x.context, x.document, x.tokens) for x in records]
     assert found == [(60, 1, 8), (80, 1, 8), (100, None, 0)]
     last = task.table({"mine": records, "its": records})[-1]
@@ -131,12 +131,13 @@ def test_a_manifest_repeats_an_evaluation(subject, folder, tmp_path):
 @pytest.mark.parametrize(
     ("task", "options", "words"),
     [
-        (FinalBlock, {"contexts": ()}, "contexts | none"),
+        (FinalBlock, {"contexts": ()}, "contexts () must be one or more, such as 1024,2048"),
         (FinalBlock, {"seq_len": 31743}, "contexts up to 30720 and final_block 1024 |need 31744"),
         (FinalBlock, {"min_doc_tokens": 40_000}, "need 40000 tokens, and seq_len 32768"),
         (FinalBlock, {}, "none of 7 documents has 31744 tokens (longest: 90)"),
         (Position, {"seq_len": 91}, "none of 7 documents has 91 tokens (longest: 90)"),
         (Position, {}, "seq_len None is not 2 or more"),
+        (Perplexity, {}, "seq_len None is not in 1 .. 1048576: pass --seq_len=N"),
         (Position, {"offset": 1, "offset_max": 2}, "offset 1 is fixed and offset_max 2 bounds"),
     ],
 )

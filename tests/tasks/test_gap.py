@@ -14,7 +14,7 @@ from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.tasks import gap
-from ttcd_jax.tasks.gap import Gap, Stream
+from ttcd_jax.tasks.gap import FOREIGN, STREAM, Gap, LayerGap, Share, Stream
 
 LENGTH, WINDOW, SINKS = 150, 3, 2
 DOCUMENTS = [np.random.default_rng(n).integers(0, 11, LENGTH) for n in range(3)]
@@ -125,7 +125,7 @@ def _subject(model):
 def test_layers_and_shares_are_those_of_their_definitions(float64):
     model = model_of("swa", window=7, dim=8, scans_layers=False)
     task = Gap(windows=(WINDOW,), sinks=SINKS, length=LENGTH)
-    records = task.measure(Scorer(model), DOCUMENTS, _subject(model))
+    records = [*task.measure(Scorer(model), DOCUMENTS, _subject(model))]
     layers, embedding, _ = _parts(model)
     for layer, record in enumerate(records):
         assert (record.layer, record.window) == (layer, WINDOW)
@@ -137,7 +137,7 @@ def test_layers_and_shares_are_those_of_their_definitions(float64):
 def test_what_comes_back_of_the_headroom_is_that_of_its_definition(float64):
     model = model_of("swa", window=40, num_layers=3, scans_layers=False)
     task = Stream(window=WINDOW, sinks=SINKS, layer=1, rate=0.2, length=LENGTH)
-    records = task.measure(Scorer(model), DOCUMENTS, _subject(model))
+    records = [*task.measure(Scorer(model), DOCUMENTS, _subject(model))]
     expected = _recovered(*_parts(model), 40, 1, 0.2)
     assert [x.document for x in records] == [n for n in range(3) for _ in range(5)]
     np.testing.assert_allclose([x[2:] for x in records], expected, rtol=1e-7)
@@ -152,14 +152,14 @@ def test_a_model_with_a_memory_is_measured_and_a_mixer_without_windows_refused(f
     for method in ("ipttcd", "ipttt", "full"):
         model = model_of(method)
         task = Gap(windows=(1, 2), length=70, layers=(1,))
-        records = task.measure(Scorer(model), documents, _subject(model))
+        records = [*task.measure(Scorer(model), documents, _subject(model))]
         assert [(x.layer, x.window) for x in records] == [(1, 1), (1, 2)]
         assert len(task.table({"one": records, "two": records})) == 4
         numbers = {f"one, student's window {x.window}/1": x.context for x in records}
         assert task.numbers({"one": records}) == numbers
     model = model_of("deltanet")
     for task, words in ((Gap(), "has no student"), (Stream(), "window 128 loses nothing: no")):
-        refused(words, task.measure, Scorer(model), documents, _subject(model))
+        refused(words, lambda x=task: [*x.measure(Scorer(model), documents, _subject(model))])
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,18 @@ def test_what_cannot_be_measured_is_refused(tmp_path, task, error, words):
 def test_the_last_third_of_the_shortest_stream_has_a_loss():
     model = model_of("swa")
     task, documents = Stream(length=4, window=1, sinks=0), [np.arange(4), np.arange(3, 7)]
-    records = task.measure(Scorer(model), documents, _subject(model))
+    records = [*task.measure(Scorer(model), documents, _subject(model))]
     assert len(records) == 10
     assert all(np.isfinite(x.share) for x in records)
-    refused("length 3 must be 4 or more", task.replace, length=3)
+    refused("length 3 must be at least 4", task.replace, length=3)
+    refused("max_documents 1 must be at least 2", task.replace, max_documents=1)
+
+
+def test_two_models_are_compared_by_what_the_memory_itself_gives_back():
+    one, two = ([Share(0, x, share, 0.5) for x in (STREAM, FOREIGN)] for share in (0.25, 0.125))
+    shares = {f"share/{x}": 0.25 for x in (STREAM, FOREIGN)}
+    assert shares.items() < Stream.numbers({"a": one}).items()
+    assert Stream.differences([one], [two])[STREAM][0] == 0.125
+    assert [*Stream.differences([one], [two])] == [STREAM]
+    gaps = [LayerGap(0, 4, *[0.5] * 7)]
+    assert [*Gap.differences([gaps], [gaps])] == ["student's window 4/0"]

@@ -451,3 +451,4 @@ def test_without_lm_eval_the_remedy_is_named(folder, monkeypatch):
     subject = Subject(byte_model(), ByteTokenizer(), {}, folder / "run")
     refused("lm_eval is missing): install ttcd_jax[harness]", Harness().rows, subject)
     refused("has no tokenizer", Harness().rows, subject._replace(tokenizer=None))
+    refused("tasks () must be one or more", Harness, tasks=())

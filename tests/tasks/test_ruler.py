@@ -218,7 +218,7 @@ class Writer:
 def _measured(task, answer, subject):
     """The records, and the most tokens asked for."""
     writer = Writer(answer)
-    return task.measure(writer, task.rows(subject), subject), writer.most
+    return [*task.measure(writer, task.rows(subject), subject)], writer.most
 
 
 def test_who_knows_the_answers_scores_100_and_a_guesser_0(tmp_path, hotpot, sources):

@@ -122,10 +122,9 @@ def answers(everything: Sequence[Measured], facts: Mapping[str, Facts]) -> list[
         if any(run in x.runs for x in everything):
             found.append(Answer(verdict or f"{run}: nothing to compare it with.", " ".join(texts)))
     if alone := [x for x, y in facts.items() if y.has_memory and x not in of_run]:
-        text = (
-            f"{', '.join(alone)}. A run of SWA on the same data would show what a memory is worth "
-        )
-        found.append(Answer("No control here:", f"{text}against a model trained without one."))
+        text = "A run of SWA on the same data would show what a memory is worth against a model"
+        text = f"{', '.join(alone)}. {text} trained without one."
+        found.append(Answer("No control here:", text))
     over = {x.task.interval for x in everything if x.task.interval != "seeds"}
     if found and over:
         is_seeded = any(len(y) > 1 for x in everything for y in x.runs.values())
@@ -159,9 +158,9 @@ def _verdict(task: type[Task], pairs: Mapping[str, Differences]) -> str:
             1: f"better {than}",
             -1: f"worse {than}",
             0: f"no difference {seen} is seen",
+            None: f"whether it is better {than} is not known (no interval)",
         }
-        side = judged(task, *[*found.values()][-1])
-        parts.append(words.get(side) or f"whether it is better {than} is not known (no interval)")
+        parts.append(words[judged(task, *[*found.values()][-1])])
     return "; ".join(parts)
 
 

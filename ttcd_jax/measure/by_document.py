@@ -297,7 +297,8 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
     is_lower_better = True
     difference = "nats per token"
     interval = "documents"
-    shaping: ClassVar[tuple[str, ...]] = ()  # options that define buckets
+    shaping = ()
+    has_total: ClassVar[bool] = False  # of all buckets, in the table's last row
 
     text: str | None = None
     manifest: str | None = None
@@ -338,10 +339,6 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
         return {"documents.npz": rows.manifest()}
 
     @classmethod
-    def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
-        return [options.get(name) for name in cls.shaping]
-
-    @classmethod
     def shown(cls, means: Means) -> Means:
         """The value of means in tables and pictures."""
         return Means(*np.exp(np.minimum(means, 700))) if cls.value == "perplexity" else means
@@ -354,13 +351,22 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
     @classmethod
     def table(cls, series: Series[Record]) -> list[Row]:
         """A row per bucket: every series and every difference, with their intervals."""
-        means, pairs = means_of(series, operator.attrgetter(cls.key))
-        columns: dict[str, dict[Any, str | None]] = {}
-        for label, curve in means.items():
-            columns[label] = cls.cells(*curve)
-            if pair := pairs.get(run := label.removesuffix(f", {MEMORY_OFF}")):
-                columns[f"{run}, on - off (nats)"] = cells(*pair)
-        return table_of(cls.key, columns)
+        rows: list[Row] = []
+        for bucket in cls._buckets()[: 1 + cls.has_total]:
+            means, pairs = means_of(series, bucket)
+            columns: dict[str, dict[Any, str | None]] = {}
+            for label, curve in means.items():
+                columns[label] = cls.cells(*curve)
+                if pair := pairs.get(run := label.removesuffix(f", {MEMORY_OFF}")):
+                    columns[f"{run}, on - off (nats)"] = cells(*pair)
+            rows += table_of(cls.key, columns)
+        return rows
+
+    @classmethod
+    def _buckets(cls) -> list[Bucket]:
+        """Those of records, and that of all."""
+        own = operator.attrgetter(cls.key)
+        return [own, lambda record: None if own(record) is None else "all"]
 
     @classmethod
     def within(cls, seeds: Sequence[Sequence[Record]]) -> Curve | None:
@@ -375,8 +381,7 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
         with its interval; none in a bucket where no headroom is seen, in whose interval is 0.
         Raises as `means_over_seeds`."""
         rows: dict[Any, dict[str, Any]] = {}
-        key = operator.attrgetter(cls.key)
-        for bucket in (key, lambda record: None if key(record) is None else "all"):
+        for bucket in cls._buckets():
             for label in (x for x in seeds[0] if x not in (control, ceiling)):
                 found = [series[x] for x in (label, control, ceiling) for series in seeds]
                 names, nll, tokens = _paired_sums(found, bucket)
@@ -393,19 +398,19 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
     def differences(
         cls, seeds: Sequence[Sequence[Record]], base: Sequence[Sequence[Record]]
     ) -> Differences:
-        names, means = means_over_seeds(seeds, operator.attrgetter(cls.key), base)
-        ends = zip(*(x.tolist() for x in means), strict=True)
-        return {x: y for x, y in zip(names, ends, strict=True) if not math.isnan(y[0])}
+        found = {}
+        for bucket in cls._buckets()[: 1 + cls.has_total]:
+            names, means = means_over_seeds(seeds, bucket, base)
+            found |= zip(names, zip(*(x.tolist() for x in means), strict=True), strict=True)
+        return {name: ends for name, ends in found.items() if not math.isnan(ends[0])}
 
     @classmethod
-    def numbers(cls, series: Series[Record]) -> dict[str, float]:
+    def columns(cls, series: Series[Record]) -> dict[str, dict[Any, Any]]:
         """The means without their intervals."""
         means, _ = means_of(series, operator.attrgetter(cls.key))
         return {
-            f"{label}/{name}": float(mean)
+            label: dict(zip(names, cls.shown(x).mean.tolist(), strict=True))
             for label, (names, x) in means.items()
-            for name, mean in zip(names, cls.shown(x).mean, strict=True)
-            if not math.isnan(mean)
         }
 
     @classmethod

@@ -1,7 +1,6 @@
 """Answers of an unfinished evaluation on disk."""
 
 import hashlib
-import itertools
 import json
 import time
 from collections.abc import Iterable
@@ -62,9 +61,8 @@ class Journal:
         """Notes the answers to a batch; they are on disk after some seconds, or `write`."""
         if jax.process_index():
             return
-        self._waiting[f"{batch}/sizes"] = np.array([len(answer[0]) for answer in answers])
-        for index, values in enumerate(zip(*answers, strict=True)):
-            self._waiting[f"{batch}/{index}"] = np.concatenate(values)
+        for row, answer in enumerate(answers):
+            self._waiting |= {f"{batch}/{row}/{index}": x for index, x in enumerate(answer)}
         size = sum(values.nbytes for values in self._waiting.values())
         if time.monotonic() - self._written >= _SECONDS or size > _MAX_WAITING:
             self.write(key)
@@ -99,12 +97,10 @@ def _content(path: Path, key: str) -> dict[str, np.ndarray]:
 
 
 def _answers(arrays: dict[str, np.ndarray]) -> dict[int, list[Answer]]:
-    found: dict[int, list[Answer]] = {}
-    for name in arrays:
-        batch, _, field = name.partition("/")
-        if field == "sizes":
-            names = (f"{batch}/{i}" for i in itertools.count())
-            fields = itertools.takewhile(arrays.__contains__, names)
-            parts = (np.split(arrays[x], np.cumsum(arrays[name])[:-1]) for x in fields)
-            found[int(batch)] = [*zip(*parts, strict=True)]
-    return found
+    """Those whose arrays are named BATCH/ROW/INDEX."""
+    found: dict[int, dict[int, Answer]] = {}
+    for name in sorted(arrays, key=lambda name: [*map(int, name.split("/"))]):
+        batch, row, _ = map(int, name.split("/"))
+        answers = found.setdefault(batch, {})
+        answers[row] = (*answers.get(row, ()), arrays[name])
+    return {batch: [*answers.values()] for batch, answers in found.items()}

@@ -7,6 +7,7 @@ matplotlib is optional: without it there are no pictures, and a warning.
 import colorsys
 import contextlib
 import io
+import itertools
 import math
 import re
 import textwrap
@@ -242,16 +243,18 @@ def _short(name: str) -> str:
 def plot_bars(
     path: Path,
     *,
-    groups: Sequence[Any],
-    series: Mapping[str, Sequence[float | None]],
+    series: Mapping[str, Mapping[Any, float | None]],
     **labels: Any,
 ) -> None:
-    """A bar per series in every group, n/a for None; `labels`: of `_save_picture`."""
+    """A bar per series in every group, n/a where it has none; `series`: heights by group; `labels`:
+    of `_save_picture`."""
+    groups = [*dict.fromkeys(itertools.chain(*series.values()))]
 
     def draw(axes: Any, titles: dict[str, Any]) -> None:
         width = 0.8 / max(len(series), 1)
         shown = zip(looks([*series]), series.items(), strict=True)
-        for index, (look, (name, values)) in enumerate(shown):
+        for index, (look, (name, by_group)) in enumerate(shown):
+            values = [*map(by_group.get, groups)]
             places = [group - 0.4 + (index + 0.5) * width for group in range(len(groups))]
             fill = f"{look.colour}{round(255 * look.opacity):02x}"
             style = {"color": fill, "edgecolor": look.colour, "linestyle": look.dashes}

@@ -76,10 +76,9 @@ class Results(_Header):
 
     def to_dict(self) -> dict[str, Any]:
         """The content of the file."""
-        texts = {"task": self.task.name, "table": self.table}
-        texts |= {"run_dir": storage.shown(self.run_dir)}
+        own = {"task": self.task.name, "run_dir": storage.shown(self.run_dir), "table": self.table}
         series = {label: [x._asdict() for x in records] for label, records in self.series.items()}
-        return vars(self) | texts | {"series": series}
+        return vars(self) | own | {"series": series}
 
     def write(self) -> Path:
         """Writes `results.json` (everything), `results.csv` (all series in one table) and the

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from ttcd_jax import units
 from ttcd_jax.data.tokenizer import Tokenizer
@@ -207,19 +207,16 @@ class Scorer:
             if self._is_streamed and (is_shared or most > ONE_PASS):
                 return self._streamed(rows, reads, chosen, num_rows)
             length = min(x for x in shapes if x >= most) if self._is_streamed else longest
-            lengths = _filled([sizes[i] for (i,) in chosen], num_rows)
             padded = _padded([rows[i] for (i,) in chosen], num_rows, length)
-            fields = self._in_one_pass(padded, lengths)
+            fields = self._in_one_pass(*padded)
             return [tuple(x[row, : sizes[i]] for x in fields) for row, (i,) in enumerate(chosen)]
 
-        counts = [[sizes[i] - reads[i] for i in group] for group in members]
-        work = [(0, reads[i] + sum(y)) for (i, *_), y in zip(members, counts, strict=True)]
+        work = [(0, reads[x[0]] + sum(sizes[i] - reads[i] for i in x)) for x in members]
         content = (x.astype(np.int64).tobytes() for x in (*rows, np.array([*map(len, members)])))
         results: dict[int, Scores] = {}
         found = self._answers("scores", work, content, answers)
-        for group, size, fields in zip(members, counts, found, strict=True):
-            parts = (np.split(field, np.cumsum(size)[:-1]) for field in fields)
-            for i, *scores in zip(group, *parts, strict=True):
+        for group, answer in zip(members, found, strict=True):
+            for i, scores in zip(group, itertools.batched(answer, 2), strict=True):
                 results[i] = Scores(*(x[starts[i] - reads[i] :] for x in scores))
         return [results[i] for i in range(len(rows))]
 
@@ -306,11 +303,9 @@ class Scorer:
 
     def _streamed(self, rows: Rows, reads: list[int], groups: Any, num_rows: int) -> list[Answer]:
         """The scores of `groups` (indices) of rows [T, 2] from their `reads` on, the number of
-        tokens that all of a group begin with; those of a group one after the other."""
+        tokens that all of a group begin with; an answer has those of all its rows."""
         state = self._state(num_rows, max(len(rows[i]) + 1 for group in groups for i in group))
-        shared = [rows[i][: reads[i]] for i, *_ in groups]
-        lengths = _filled([*map(len, shared)], num_rows)
-        padded = _padded(shared, num_rows, int(lengths.max()))
+        padded, lengths = _padded([rows[i][: reads[i]] for i, *_ in groups], num_rows)
         for _, _, after in stream(self.inference, state, padded[..., 0], lengths):
             state = after
         ends = [(len(rows[i]) - reads[i], i, g) for g, group in enumerate(groups) for i in group]
@@ -321,13 +316,12 @@ class Scorer:
                 before = _taken(state, _filled([group for *_, group in part], num_rows))
             scores = self._read(before, [rows[i][reads[i] :] for _, i, _ in part])
             found |= zip((i for _, i, _ in part), scores, strict=True)
-        parts = (zip(*(found[i] for i in group), strict=True) for group in groups)
-        return [tuple(map(np.concatenate, fields)) for fields in parts]
+        return [tuple(x for i in group for x in found[i]) for group in groups]
 
     def _read(self, state: InferenceState, rows: Rows) -> list[Answer]:
         """The scores [T] of rows [T, 2] after `state`, which is donated; some T is not 0."""
-        lengths = _filled([*map(len, rows)], len(state.position))
-        tokens, targets = np.moveaxis(_padded(rows, len(lengths), int(lengths.max())), 2, 0)
+        padded, lengths = _padded(rows, len(state.position))
+        tokens, targets = np.moveaxis(padded, 2, 0)
         found: list[list[Answer]] = [[] for _ in rows]
         waiting, done = [], np.zeros_like(lengths)
 
@@ -393,18 +387,18 @@ def _filled(values: Sequence[int], num_rows: int) -> np.ndarray:
     return np.array([*values, *[0] * (num_rows - len(values))], np.int32)
 
 
-def _padded(rows: Rows, num_rows: int, length: int) -> np.ndarray:
-    """The rows [T, 2] as one array [num_rows, length, 2], padded with zeros."""
-    padded = np.zeros((num_rows, length, 2), np.int64)
+def _padded(rows: Rows, num_rows: int, length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """The rows [T, 2] as one array [num_rows, length, 2] (None: the longest), padded with zeros,
+    and their lengths."""
+    lengths = _filled([*map(len, rows)], num_rows)
+    padded = np.zeros((num_rows, lengths.max() if length is None else length, 2), np.int64)
     for own, row in zip(padded, rows, strict=False):
         own[: len(row)] = row
-    return padded
+    return padded, lengths
 
 
 @jax.jit
-def _piece_scores(
-    model: InferenceModel, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
-) -> tuple[jax.Array, jax.Array]:
+def _piece_scores(model: InferenceModel, hidden: jax.Array, targets: jax.Array) -> Any:
     return token_scores(hidden, head_weight(model), targets)
 
 

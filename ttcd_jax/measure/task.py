@@ -8,7 +8,7 @@ import abc
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -72,6 +72,9 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
     key: ClassVar[str]  # the field of a record that names its bucket: the table's first column
     x_label: ClassVar[str]  # of `key`
     value: ClassVar[str] = "accuracy"  # the field of a record that is shown
+    y_label: ClassVar[str] = ""  # of `value`; "": its name
+    # Results of the same cases share a table where these options are equal; None: the buckets.
+    shaping: ClassVar[tuple[str, ...] | None] = None
     is_lower_better: ClassVar[bool] = False
     sentence: ClassVar[str] = ""  # that says what the picture shows; "": the value by `x_label`
     rank: ClassVar[int] = 50  # on a page, the lowest first
@@ -89,7 +92,7 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
         that this task cannot measure."""
 
     @abc.abstractmethod
-    def measure(self, scorer: Scorer, rows: Rows, subject: Subject) -> list[Record]:
+    def measure(self, scorer: Scorer, rows: Rows, subject: Subject) -> Iterable[Record]:
         """The records of one variant of the model, of the finest grain that table and pictures
         need. All processes take part."""
 
@@ -130,28 +133,31 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
     @classmethod
     def unit(cls, series: Series[Record]) -> tuple[str, str]:
         """(field of a record that is shown, its name on the axis)."""
-        return cls.value, cls.value
+        return cls.value, cls.y_label or cls.value
+
+    @classmethod
+    def columns(cls, series: Series[Record]) -> dict[str, dict[Any, Any]]:
+        """The values by bucket of every column, by default one for a variant, from which table,
+        numbers and bars are made."""
+        value, _ = cls.unit(series)
+        found = {x: {getattr(r, cls.key): getattr(r, value) for r in y} for x, y in series.items()}
+        if any(len(found[name]) < len(series[name]) for name in series):
+            raise UserError(f"task {cls.name} has several records of one {cls.key}: average them")
+        return found
 
     @classmethod
     def table(cls, series: Series[Record]) -> list[Row]:
-        """One row per bucket, one column per variant."""
-        value, _ = cls.unit(series)
-        columns = {
-            name: {getattr(record, cls.key): getattr(record, value) for record in records}
-            for name, records in series.items()
-        }
-        if any(len(columns[name]) < len(series[name]) for name in series):
-            raise UserError(f"task {cls.name} has several records of one {cls.key}: average them")
-        return table_of(cls.key, columns)
+        """One row per bucket."""
+        return table_of(cls.key, cls.columns(series))
 
     @classmethod
     def numbers(cls, series: Series[Record]) -> dict[str, float]:
-        """The numbers of the table, by VARIANT/BUCKET: the metrics of an evaluation in training."""
+        """The numbers by COLUMN/BUCKET: the metrics of an evaluation in training."""
         return {
-            f"{name}/{row[cls.key]}": value
-            for row in cls.table(series)
-            for name, value in row.items()
-            if name != cls.key and isinstance(value, int | float)
+            f"{name}/{bucket}": value
+            for name, column in cls.columns(series).items()
+            for bucket, value in column.items()
+            if isinstance(value, int | float) and not math.isnan(value)
         }
 
     @classmethod
@@ -172,7 +178,7 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
 
     @classmethod
     def curves(cls, series: Series[Record]) -> dict[str, tuple[list[Any], list[Any]]] | None:
-        """(x, y) of every series for a picture of lines; None: bars of the table."""
+        """(x, y) of every series for a picture of lines; None: bars of the columns."""
 
     @classmethod
     def pictures(cls, folder: Path, series: Series[Record], chance: float | None) -> list[Picture]:
@@ -182,9 +188,7 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
         if (curves := cls.curves(series)) is not None:
             plot_lines(path, series=curves, **labels)
         else:
-            table = cls.table(series)
-            bars = {name: [row.get(name) for row in table] for name in series}
-            plot_bars(path, groups=[row[cls.key] for row in table], series=bars, **labels)
+            plot_bars(path, series=cls.columns(series), **labels)
         better = "lower" if cls.is_lower_better else "higher"
         sentence = f"{label[:1].upper()}{label[1:]} by {cls.x_label}: {better} is better."
         return [Picture(Path(path.name), cls.sentence or sentence)]
@@ -198,7 +202,9 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
     @classmethod
     def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
         """Results of the same cases share a table where this is equal; `options` are JSON."""
-        return [row[cls.key] for row in table]
+        if cls.shaping is None:
+            return [row[cls.key] for row in table]
+        return [options.get(name) for name in cls.shaping]
 
 
 class RowTask[Record: tuple[Any, ...]](Task[Arrays, Record]):

@@ -77,17 +77,16 @@ class Controls(FirstTokens[ControlLoss]):
         wanted, lacking = self.controls or get_args(Name), lacks(config)
         return [name for name in get_args(Name) if name in wanted and not lacking.get(name)]
 
-    def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> list[ControlLoss]:
-        records, documents = [], rows.documents
+    def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> Iterator[ControlLoss]:
+        documents = rows.documents
         for name, read in self._readers(scorer.model, length=len(documents[0])):
             if isinstance(read, Transformer):
                 label = f"{subject.name}, {name}"
                 found = self.scorer(subject, label, read).losses(documents)
             else:
                 found = scorer.controlled(documents, read)
-            sums = ((x.losses.size, float(x.losses.sum(dtype=np.float64))) for x in found)
-            records += [ControlLoss(name, i, *both) for i, both in enumerate(sums)]
-        return records
+            for i, x in enumerate(found):
+                yield ControlLoss(name, i, x.losses.size, float(x.losses.sum(dtype=np.float64)))
 
     def _readers(
         self, model: Transformer, length: int
@@ -128,11 +127,9 @@ class Controls(FirstTokens[ControlLoss]):
         cls, folder: Path, series: Series[ControlLoss], chance: float | None
     ) -> list[Picture]:
         found = {label: cls.within([records]) for label, records in series.items()}
-        groups = [*dict.fromkeys(name for names, _ in found.values() for name in names)]
-        means = {x: dict(zip(y, z.mean.tolist(), strict=True)) for x, (y, z) in found.items()}
-        bars = {label: [*map(by_name.get, groups)] for label, by_name in means.items()}
+        bars = {x: dict(zip(y, z.mean.tolist(), strict=True)) for x, (y, z) in found.items()}
         labels = {"title": cls.title, "x_label": cls.x_label, "y_label": f"nats, {LESS}"}
-        plot_bars(folder / (path := Path(f"{cls.name}.svg")), groups=groups, series=bars, **labels)
+        plot_bars(folder / (path := Path(f"{cls.name}.svg")), series=bars, **labels)
         return [Picture(path, cls.sentence)]
 
     @classmethod

@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from ttcd_jax.data.synthetic import HELD_OUT, SyntheticRows
 from ttcd_jax.errors import UserError
 from ttcd_jax.measure.pictures import Picture, plot_lines
 from ttcd_jax.measure.scorer import Scorer, batches, placed, whole
-from ttcd_jax.measure.task import Arrays, RowTask, Series, Subject, register, table_of
+from ttcd_jax.measure.task import Arrays, RowTask, Series, Subject, register
 from ttcd_jax.memory.distillation import Distillation, summary
 from ttcd_jax.models.config import layers_with_teacher
 from ttcd_jax.models.transformer import Transformer
@@ -64,6 +65,7 @@ class StudentTeacher(RowTask[LayerDistances]):
     has_variants = False
     is_detail = True
     value = "gap_on"
+    shaping = ("seq_len",)  # layers may differ
     is_lower_better = True
 
     max_rows: Positive = 64
@@ -87,12 +89,11 @@ class StudentTeacher(RowTask[LayerDistances]):
             return SyntheticRows(drawn, seed=HELD_OUT, num_rows=self.max_rows)
         return Perplexity(text=self.text, seq_len=self.seq_len).source(subject)
 
-    def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[LayerDistances]:
+    def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> Iterator[LayerDistances]:
         """A record for every bucket of positions and layer."""
         found = distances(scorer.model, rows, scorer.batch_size)
         is_token = rows.get("segment_ids", np.ones_like(rows["tokens"])) > 0
         is_known = not np.isnan(found.on[:, is_token]).any()
-        records = []
         for context, start, stop in buckets(is_token.shape[1]):
             counted = is_token[:, start:stop]
             part = jax.tree.map(lambda x, cut=np.s_[..., start:stop]: jnp.asarray(x[cut]), found)
@@ -102,20 +103,23 @@ class StudentTeacher(RowTask[LayerDistances]):
                 if is_known:  # else a NaN is no mean of nothing
                     values = {x: y if math.isfinite(y) else None for x, y in values.items()}
                 bucket = layer, context, start, stop, int(counted.sum())
-                records.append(LayerDistances(*bucket, **values))
-        return records
+                yield LayerDistances(*bucket, **values)
 
     @classmethod
-    def table(cls, series: Series[LayerDistances]) -> list[TableRow]:
-        """A row per layer, over all positions; a column per measure, and run if there are
-        several."""
-        columns = {}
+    def columns(cls, series: Series[LayerDistances]) -> dict[str, dict[Any, Any]]:
+        """Over all positions: a column per measure, and run if there are several."""
+        found = {}
         for name, records in series.items():
             prefix = f"{name}: " if len(series) > 1 else ""
             overall = [x for x in records if x.context == "all"]
             for measure in _MEASURES:
-                columns[f"{prefix}{measure}"] = {x.layer: getattr(x, measure) for x in overall}
-        return sorted(table_of(cls.key, columns), key=operator.itemgetter(cls.key))
+                found[f"{prefix}{measure}"] = {x.layer: getattr(x, measure) for x in overall}
+        return found
+
+    @classmethod
+    def table(cls, series: Series[LayerDistances]) -> list[TableRow]:
+        """A row per layer."""
+        return sorted(super().table(series), key=operator.itemgetter(cls.key))
 
     @classmethod
     def pictures(
@@ -140,11 +144,6 @@ class StudentTeacher(RowTask[LayerDistances]):
             )
             drawn.append(Picture(Path(path.name), sentence))
         return drawn
-
-    @classmethod
-    def comparable(cls, options: dict[str, Any], table: list[TableRow]) -> Any:
-        """Rows of the same length; layers may differ."""
-        return options.get("seq_len")
 
 
 def distances(model: Transformer, rows: Arrays, batch_size: int) -> Distillation:

@@ -3,23 +3,23 @@ in the authors' code, and of tokens that complete an n-gram by the distance back
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from ttcd_kernels.table import Row
 
-from ttcd_jax.config import NonNegative, Positive
+from ttcd_jax.config import Bound, NonNegative, Positive
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.measure.by_document import DocumentTask, Selection, select
 from ttcd_jax.measure.scorer import Scorer
-from ttcd_jax.measure.task import Differences, Series, Subject, register
+from ttcd_jax.measure.task import Subject, register
 from ttcd_jax.tasks.perplexity import bucket_edges
 from ttcd_jax.tasks.recall import attention_reach
 
 _PER_OCTAVE = 4  # points of the picture of losses by position
 _SIZES = (2, 3, 4)  # of n-grams
 _FIRST_EDGE = 16  # of the distances back to them
+_Contexts = Annotated[tuple[Positive, ...], Bound("one or more, such as 1024,2048", bool)]
 
 
 class BlockLoss(NamedTuple):
@@ -49,7 +49,15 @@ class FinalBlock(DocumentTask[BlockLoss]):
     sentence = "Every point is the perplexity of the same tokens, after more of the same document."
     shaping = ("contexts", "final_block")
 
-    contexts: tuple[Positive, ...] = (1024, 2048, 4096, 8192, 16384, 24576, 30720)
+    contexts: _Contexts = (
+        1024,
+        2048,
+        4096,
+        8192,
+        16384,
+        24576,
+        30720,
+    )
     final_block: Positive = 1024
     seq_len: Positive = 32768
     token_budget: Positive = 20_000_000
@@ -57,8 +65,6 @@ class FinalBlock(DocumentTask[BlockLoss]):
 
     def validate(self) -> None:
         super().validate()
-        if not self.contexts:
-            raise UserError("contexts () are none: give one or more, such as --contexts=1024,2048")
         longest = max(self.contexts)
         needed = max(longest + self.final_block, self.min_doc_tokens or 0)
         if needed > self.seq_len:
@@ -85,17 +91,15 @@ class FinalBlock(DocumentTask[BlockLoss]):
             )
         return found
 
-    def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> list[BlockLoss]:
-        records: list[BlockLoss] = []
+    def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> Iterator[BlockLoss]:
         for context in sorted(set(self.contexts)):
             size = context + self.final_block
             chosen = {i: ids[-size:] for i, ids in enumerate(rows.documents) if ids.size >= size}
             for i, scores in zip(chosen, scorer.losses([*chosen.values()]), strict=True):
                 nll = float(scores.losses[context - 1 :].sum(dtype=np.float64))
-                records.append(BlockLoss(context, i, self.final_block, nll))
+                yield BlockLoss(context, i, self.final_block, nll)
             if not chosen:
-                records.append(BlockLoss(context, None, 0, 0.0))
-        return records
+                yield BlockLoss(context, None, 0, 0.0)
 
 
 class PositionLoss(NamedTuple):
@@ -151,10 +155,11 @@ class Position(FirstTokens[PositionLoss]):
     record = PositionLoss
     key = "positions"
     x_label = "position in the row (tokens)"
+    has_total = True
     rank = 30
     sentence = "The mean loss of the tokens at a position, over documents, up to the next point."
 
-    def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> list[PositionLoss]:
+    def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> Iterator[PositionLoss]:
         """Sums by document and bucket, then sums over all documents by position, without a
         bucket."""
         losses = [score.losses.astype(np.float64) for score in scorer.losses(rows.documents)]
@@ -162,39 +167,19 @@ class Position(FirstTokens[PositionLoss]):
         octaves = np.array(bucket_edges(length))
         steps = np.arange(_PER_OCTAVE * math.log2(length)) / _PER_OCTAVE
         edges = np.unique([*np.round(2**steps).astype(int), *octaves[1:]]).tolist()
-        records = []
         for start, stop in itertools.pairwise(edges):
             octave = np.searchsorted(octaves, start, side="right")
             name = f"{max(octaves[octave - 1], 1)}-{octaves[octave] - 1}"
             for number, nll in enumerate(losses):
                 part = nll[start - 1 : stop - 1]
-                sums = part.size, float(part.sum())
-                records.append(PositionLoss(name, start, stop, number, *sums))
+                yield PositionLoss(name, start, stop, number, part.size, float(part.sum()))
         for start in range(1, length):
             nll = [x[start - 1] for x in losses if x.size >= start]
-            records.append(PositionLoss(None, start, start + 1, None, len(nll), float(sum(nll))))
-        return records
+            yield PositionLoss(None, start, start + 1, None, len(nll), float(sum(nll)))
 
     @classmethod
     def x(cls, record: PositionLoss) -> float | None:
         return None if record.document is None else record.start
-
-    @classmethod
-    def table(cls, series: Series[PositionLoss]) -> list[Row]:
-        """Rows by octaves of positions, and of all."""
-        whole = {label: _whole(records) for label, records in series.items()}
-        return super().table(series) + super().table(whole)
-
-    @classmethod
-    def differences(
-        cls, seeds: Sequence[Sequence[PositionLoss]], base: Sequence[Sequence[PositionLoss]]
-    ) -> Differences:
-        whole = [*map(_whole, seeds)], [*map(_whole, base)]
-        return super().differences(seeds, base) | super().differences(*whole)
-
-
-def _whole(records: Sequence[PositionLoss]) -> list[PositionLoss]:
-    return [x._replace(positions=x.positions and "all") for x in records]
 
 
 class SliceLoss(NamedTuple):
@@ -247,7 +232,7 @@ class Recurrence(FirstTokens[SliceLoss]):
     window: Positive | None = None
     reach: Positive | None = None
 
-    def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> list[SliceLoss]:
+    def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> Iterator[SliceLoss]:
         """Sums by n, bucket of distances (-1: new) and document."""
         config = subject.model.config
         longest = max(ids.size for ids in rows.documents)
@@ -263,7 +248,6 @@ class Recurrence(FirstTokens[SliceLoss]):
                 bucket = np.searchsorted(edges, distances(ids, size)[1:], side="right")
                 tokens[n, :, i] = np.bincount(bucket, minlength=len(edges))
                 nll[n, :, i] = np.bincount(bucket, weights=scores.losses, minlength=len(edges))
-        records = []
         for n, bucket, i in np.argwhere(tokens).tolist():
             start, stop = [-1, *edges.tolist()][bucket : bucket + 2]
             region = "new" if start < 0 else f"within the window (0-{window - 1})"
@@ -272,8 +256,7 @@ class Recurrence(FirstTokens[SliceLoss]):
             if start >= beyond:
                 region = f"beyond ({beyond}-)"
             size, sums = _SIZES[n], (int(tokens[n, bucket, i]), nll[n, bucket, i])
-            records.append(SliceLoss(f"n = {size}, {region}", size, start, stop, i, *sums))
-        return records
+            yield SliceLoss(f"n = {size}, {region}", size, start, stop, i, *sums)
 
     @classmethod
     def x(cls, record: SliceLoss) -> float | None:

@@ -25,6 +25,7 @@ the memory of the first two thirds, frozen, in the last third alone.
 """
 
 import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -35,14 +36,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 from ttcd_kernels.table import Row as TableRow
 
-from ttcd_jax.config import DISTINCT, Bound, NonNegative, Positive
+from ttcd_jax.config import DISTINCT, AtLeast, Bound, NonNegative, Positive
 from ttcd_jax.data.sources import text_records
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.decode import embedded, nats
 from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.measure.pictures import Picture, plot_bars
 from ttcd_jax.measure.scorer import Scorer
-from ttcd_jax.measure.task import Series, Subject, Task, digest, register
+from ttcd_jax.measure.task import Differences, Series, Subject, Task, digest, register
 from ttcd_jax.nn.attention import Attention
 from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.mlp import SwiGLU
@@ -83,7 +84,7 @@ class WindowTask[Record: tuple[Any, ...]](Task[list[np.ndarray], Record]):
     sinks: NonNegative = 4
     start: NonNegative = 0
     length: Positive = 2048
-    max_documents: Positive = 3
+    max_documents: Annotated[int, AtLeast(2)] = 3
     text: str | None = None
 
     def documents(self, subject: Subject, *windows: int) -> list[np.ndarray]:
@@ -122,6 +123,7 @@ class Gap(WindowTask[LayerGap]):
     key = "layer"
     x_label = "layer"
     value = "context"
+    y_label = "context's share"
     sentence = (
         "The share of what the student misses that only this document's context explains: beyond a "
         "linear map of its features, fitted on other documents."
@@ -137,16 +139,17 @@ class Gap(WindowTask[LayerGap]):
             raise UserError(f"layers {self.layers} of a model of {count}: they count from 0")
         return self.documents(subject, *self.windows)
 
-    def measure(self, scorer: Scorer, rows: list[np.ndarray], subject: Subject) -> list[LayerGap]:
-        model, records = inference_model(scorer.model), []
+    def measure(
+        self, scorer: Scorer, rows: list[np.ndarray], subject: Subject
+    ) -> Iterator[LayerGap]:
+        model = scorer.inference
         streams = embeddings = [embedded(model, jnp.asarray(row)[None]) for row in rows]
         for layer, block in enumerate(model.modules):
             if not self.layers or layer in self.layers:
                 for window in self.windows:
                     found = [_views(block, h, window, self.sinks) for h in streams]
-                    records.append(LayerGap(layer, window, *_explained(found)))
+                    yield LayerGap(layer, window, *_explained(found))
             streams = [*map(functools.partial(_after, block), streams, embeddings)]
-        return records
 
     @classmethod
     def table(cls, series: Series[LayerGap]) -> list[TableRow]:
@@ -158,23 +161,17 @@ class Gap(WindowTask[LayerGap]):
         ]
 
     @classmethod
-    def numbers(cls, series: Series[LayerGap]) -> dict[str, float]:
-        lines = cls.curves(series).items()
-        return {f"{name}/{x}": y for name, line in lines for x, y in zip(*line, strict=True)}
-
-    @classmethod
-    def unit(cls, series: Series[LayerGap]) -> tuple[str, str]:
-        return cls.value, "context's share"
+    def columns(cls, series: Series[LayerGap]) -> dict[str, dict[Any, Any]]:
+        """By layer, of every window."""
+        found: dict[str, dict[Any, Any]] = {}
+        for label, x in ((label, x) for label, records in series.items() for x in records):
+            name = ", ".join(filter(None, (label, f"student's window {x.window}")))
+            found.setdefault(name, {})[str(x.layer)] = x.context
+        return found
 
     @classmethod
     def curves(cls, series: Series[LayerGap]) -> dict[str, tuple[list[Any], list[Any]]]:
-        lines: dict[str, tuple[list[Any], list[Any]]] = {}
-        for label, records in series.items():
-            for x in records:
-                line = lines.setdefault(f"{label}, student's window {x.window}", ([], []))
-                line[0].append(f"{x.layer}")
-                line[1].append(x.context)
-        return lines
+        return {name: ([*x], [*x.values()]) for name, x in cls.columns(series).items()}
 
 
 @nnx.jit
@@ -307,13 +304,14 @@ class Stream(WindowTask[Share]):
     key = "memory"
     x_label = "memory"
     value = "share"
+    y_label = "share of the headroom"
     sentence = "The share of what a shorter window costs that comes back: higher is better."
     rank = 46
 
     window: Positive = 128
     layer: NonNegative | None = None
     rate: Annotated[float, Bound("above 0, at most 1", lambda rate: 0 < rate <= 1)] = 0.3
-    length: Annotated[int, Bound("4 or more", lambda length: length >= 4)] = 3072
+    length: Annotated[int, AtLeast(4)] = 3072
 
     def rows(self, subject: Subject) -> list[np.ndarray]:
         config = subject.model.config
@@ -321,16 +319,15 @@ class Stream(WindowTask[Share]):
             raise UserError(f"layer {self.layer} of a model of {config.num_layers}: from 0 on")
         return self.documents(subject, self.window)
 
-    def measure(self, scorer: Scorer, rows: list[np.ndarray], subject: Subject) -> list[Share]:
+    def measure(self, scorer: Scorer, rows: list[np.ndarray], subject: Subject) -> Iterator[Share]:
         config = scorer.model.config
         at = config.num_layers * 4 // 5 if self.layer is None else self.layer
         changes = {"window": self.window, "sink_tokens": self.sinks}
         short = config.overridden({**vars(config), **changes}, changes)
         params = nnx.to_pure_dict(nnx.state(scorer.model, nnx.Param))
-        teacher, student = map(inference_model, (scorer.model, with_params(short, params)))
+        teacher, student = scorer.inference, inference_model(with_params(short, params))
         tokens = [jnp.asarray(row) for row in rows]
         lessons = [_lesson(teacher, student, x, at + 1) for x in tokens]
-        records = []
         for index, (row, own) in enumerate(zip(tokens, lessons, strict=True)):
             top, low = (_losses(*x, at + 1, row) for x in ((student, own.h), (teacher, own.theirs)))
             for name, added in self._added(own, lessons[:index] + lessons[index + 1 :]).items():
@@ -339,8 +336,7 @@ class Stream(WindowTask[Share]):
                 above, between, below = (float(x[start:].mean()) for x in (top, found, low))
                 if not (headroom := above - below):
                     raise UserError(f"window {self.window} loses nothing: no layer has attention")
-                records.append(Share(index, name, (above - between) / headroom, headroom))
-        return records
+                yield Share(index, name, (above - between) / headroom, headroom)
 
     def _added(self, own: "_Lesson", others: "list[_Lesson]") -> dict[str, jax.Array]:
         """What every memory adds to the student's stream after the layer."""
@@ -357,26 +353,31 @@ class Stream(WindowTask[Share]):
         }
 
     @classmethod
-    def table(cls, series: Series[Share]) -> list[TableRow]:
-        """A row per memory: the mean share, the least and the greatest of a document."""
-        rows = []
+    def columns(cls, series: Series[Share]) -> dict[str, dict[Any, Any]]:
+        """By memory the mean share, the least and the greatest of a document."""
+        found = {x: {} for x in ("share", "least", "most", "headroom", "documents")}
         for label, records in series.items():
             for name in dict.fromkeys(x.memory for x in records):
-                found = (x[2:] for x in records if x.memory == name)
-                shares, headroom = zip(*found, strict=True)
-                rows.append(
-                    {"memory": f"{label}, {name}" if len(series) > 1 else name}
-                    | {"share": float(np.mean(shares)), "least": min(shares), "most": max(shares)}
-                    | {"headroom": float(np.mean(headroom)), "documents": len(shares)}
-                )
-        return rows
+                own = (x[2:] for x in records if x.memory == name)
+                shares, rooms = zip(*own, strict=True)
+                values = float(np.mean(shares)), min(shares), max(shares), float(np.mean(rooms))
+                row = f"{label}, {name}" if len(series) > 1 else name
+                for column, value in zip(found.values(), (*values, len(shares)), strict=True):
+                    column[row] = value
+        return found
+
+    @classmethod
+    def differences(
+        cls, seeds: Sequence[Sequence[Share]], base: Sequence[Sequence[Share]]
+    ) -> Differences:
+        """Of the memory's share, not of its controls'."""
+        return {STREAM: super().differences(seeds, base)[f"share/{STREAM}"]}
 
     @classmethod
     def pictures(cls, folder: Path, series: Series[Share], chance: float | None) -> list[Picture]:
-        bars = {x: [row["share"] for row in cls.table({x: y})] for x, y in series.items()}
-        labels = {"title": cls.title, "x_label": cls.x_label, "y_label": "share of the headroom"}
-        names, path = [STREAM, LOCAL, FROZEN, MAP, FOREIGN], Path("stream.svg")
-        plot_bars(folder / path, **labels, groups=names, series=bars)
+        bars = {x: cls.columns({x: y})["share"] for x, y in series.items()}
+        labels = {"title": cls.title, "x_label": cls.x_label, "y_label": cls.y_label}
+        plot_bars(folder / (path := Path("stream.svg")), series=bars, **labels)
         return [Picture(path, cls.sentence)]
 
 

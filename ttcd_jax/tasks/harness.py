@@ -7,13 +7,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NamedTuple
 
-from ttcd_kernels.table import Row
-
-from ttcd_jax.config import LIMIT, NonNegative
+from ttcd_jax.config import DISTINCT, LIMIT, NonNegative
 from ttcd_jax.errors import UserError, listed
 from ttcd_jax.measure.pictures import Picture
 from ttcd_jax.measure.scorer import Scorer
-from ttcd_jax.measure.task import Series, Subject, Task, digest, register, table_of
+from ttcd_jax.measure.task import Series, Subject, Task, digest, register
 
 
 class Score(NamedTuple):
@@ -48,8 +46,9 @@ class Harness(Task[Any, Score]):
     x_label = "task and metric"
     rank = 48
     value = "value"
+    shaping = ("limit", "num_fewshot")  # tasks may differ
 
-    tasks: tuple[str, ...] = ("hellaswag", "arc_easy", "arc_challenge", "mmlu")
+    tasks: Annotated[tuple[str, ...], DISTINCT] = ("hellaswag", "arc_easy", "arc_challenge", "mmlu")
     data: str | None = None
     include_path: str | None = None
     limit: Annotated[float, LIMIT] | None = None
@@ -79,13 +78,13 @@ class Harness(Task[Any, Score]):
         return records
 
     @classmethod
-    def table(cls, series: Series[Score]) -> list[Row]:
+    def columns(cls, series: Series[Score]) -> dict[str, dict[Any, Any]]:
         """The tasks asked for, without the members of groups; accuracies of choices in percent."""
         columns: dict[str, dict[str, float]] = {name: {} for name in series}
         for name, record in ((x, y) for x in series for y in series[x] if y.depth == 0):
             factor, unit = (1, "") if record.chance is None else (100, " (%)")
             columns[name][f"{record.task}, {record.metric}{unit}"] = factor * record.value
-        return table_of(cls.key, columns)
+        return columns
 
     @classmethod
     def unit(cls, series: Series[Score]) -> tuple[str, str]:
@@ -97,11 +96,6 @@ class Harness(Task[Any, Score]):
         chances = _chances(series)
         guess = chances.pop() if len(chances) == 1 else None
         return super().pictures(folder, series, None if guess is None else 100 * guess)
-
-    @classmethod
-    def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
-        """Other tasks share a table, with cells that are empty."""
-        return [options.get(name) for name in ("limit", "num_fewshot")]
 
 
 def _chances(series: Series[Score]) -> set[float | None]:

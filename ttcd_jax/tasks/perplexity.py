@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import grain
 import numpy as np
-from ttcd_kernels.table import Row as TableRow
 
 from ttcd_jax.config import Positive
 from ttcd_jax.data.packing import DocumentRows
@@ -56,10 +55,11 @@ def buckets(length: int) -> Iterator[tuple[str, int, int]]:
         yield "all" if stop - start == length else f"{start}-{stop - 1}", start, stop
 
 
-def by_position(scores: Scores, rows: Arrays, tokenizer: Tokenizer) -> list[PositionLoss]:
+def by_position(
+    scores: Scores, rows: Arrays, tokenizer: Tokenizer, row: int | None = None
+) -> Iterator[PositionLoss]:
     """One record per bucket of positions, and `all`."""
     num_bytes = tokenizer.num_bytes(rows["targets"])
-    records = []
     for context, start, stop in buckets(rows["tokens"].shape[1]):
         part = np.s_[:, start:stop]
         mask = rows["loss_mask"][part]
@@ -69,8 +69,7 @@ def by_position(scores: Scores, rows: Arrays, tokenizer: Tokenizer) -> list[Posi
         tokens, size = int(mask.sum()), int(num_bytes[part][mask].sum())
         perplexity = math.exp(min(nats / tokens, 700))
         bits = nats / math.log(2) / size if size else None
-        records.append(PositionLoss(context, start, stop, tokens, perplexity, bits))
-    return records
+        yield PositionLoss(context, start, stop, tokens, perplexity, bits, row)
 
 
 @register
@@ -95,24 +94,22 @@ class Perplexity(RowTask[PositionLoss]):
         seq_len = self.seq_len or subject.data.get("seq_len")
         longest = max(_ANY_LENGTH, sum(int(part.sizes.sum()) for part in records))
         if type(seq_len) is not int or not 0 < seq_len <= longest:
-            raise DataError(f"seq_len {seq_len} is not in 1 .. {longest}, the tokens of the text")
+            raise DataError(f"seq_len {seq_len} is not in 1 .. {longest}: pass --seq_len=N")
         parts = [DocumentRows(part, seq_len=seq_len) for part in records]
         return grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
 
-    def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[PositionLoss]:
+    def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> Iterator[PositionLoss]:
         assert subject.tokenizer is not None, "text_records refuses a run without one"
         scores = row_scores(scorer, rows)
-        records = by_position(scores, rows, subject.tokenizer)
-        for row in range(len(rows["tokens"])):
-            part = {name: field[row : row + 1] for name, field in rows.items()}
-            found = Scores(*(field[row : row + 1] for field in scores))
-            own = by_position(found, part, subject.tokenizer)
-            records += [x._replace(row=row) for x in own]
-        return records
+        for row in (None, *range(len(rows["tokens"]))):
+            part = slice(row, None if row is None else row + 1)
+            found = Scores(*(field[part] for field in scores))
+            own = {name: field[part] for name, field in rows.items()}
+            yield from by_position(found, own, subject.tokenizer, row)
 
     @classmethod
-    def table(cls, series: Series[PositionLoss]) -> list[TableRow]:
-        return super().table({name: _of_all(records) for name, records in series.items()})
+    def columns(cls, series: Series[PositionLoss]) -> dict[str, dict[Any, Any]]:
+        return super().columns({name: _of_all(records) for name, records in series.items()})
 
     @classmethod
     def differences(

@@ -1,7 +1,7 @@
 """Accuracy of stated values by distance back to them: in one pass, and after a haystack."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple, get_args
 
 import jax
@@ -100,7 +100,7 @@ class Recall(OnDrawnData, RowTask[DistanceAccuracy]):
     def source(self, subject: Subject) -> SyntheticRows:
         return SyntheticRows(self.data_of(subject), seed=HELD_OUT, num_rows=self.max_rows)
 
-    def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[DistanceAccuracy]:
+    def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> Iterator[DistanceAccuracy]:
         """Within the reach of attention, in equal buckets beyond it, and over all beyond."""
         losses, is_hit = row_scores(scorer, rows)
         is_hit = np.where(np.isnan(losses), np.nan, is_hit)  # no prediction
@@ -109,14 +109,12 @@ class Recall(OnDrawnData, RowTask[DistanceAccuracy]):
         reach = longest if reach is None else min(reach, longest)
         edges = np.unique(np.linspace(reach, longest, _BUCKETS_BEYOND + 1).astype(int))
         buckets = [(0, reach, False), *((*x, False) for x in itertools.pairwise(edges.tolist()))]
-        records = []
         for low, high, is_total in (*buckets, (reach, longest, True)):
             chosen = mask & (distance > low) & (distance <= high)
             if chosen.any():
                 name = f"beyond {low}" if is_total else f"{low + 1}-{high}"
                 accuracy = float(is_hit[chosen].mean())
-                records.append(DistanceAccuracy(name, int(chosen.sum()), accuracy, is_total))
-        return records
+                yield DistanceAccuracy(name, int(chosen.sum()), accuracy, is_total)
 
 
 @register
@@ -166,11 +164,11 @@ class Needle(OnDrawnData):
             return super().series(subject, rows)
         modes = {f"{subject.name}, memory {mode}": mode for mode in get_args(MemoryMode)}
         scorer = self.scorer(subject, subject.name, subject.model)
-        return {x: self.measure(scorer, rows, subject, memory) for x, memory in modes.items()}
+        return {x: [*self.measure(scorer, rows, subject, memory)] for x, memory in modes.items()}
 
     def measure(
         self, scorer: Scorer, rows: Needles, subject: Subject, memory: MemoryMode = "kept"
-    ) -> list[DistanceAccuracy]:
+    ) -> Iterator[DistanceAccuracy]:
         return read_back(scorer.inference, rows, self.distances, memory, self.by)
 
 
@@ -182,13 +180,13 @@ def attention_reach(config: TransformerConfig) -> int | None:
 
 def read_back(
     model: InferenceModel, needles: Needles, distances: Iterable[int], memory: MemoryMode, by: By
-) -> list[DistanceAccuracy]:
+) -> Iterator[DistanceAccuracy]:
     """Accuracy at the needles of a prompt after each of `distances` tokens of haystack, at most all
     of it, read one by one or in one pass."""
     max_length = sum(part.shape[-1] for part in needles[:3])
     state = start_state(model, len(needles.facts), max_length=max_length)
     _, state = prefill(model, state, needles.facts, memory=memory)
-    records, read = [], 0
+    read = 0
     for distance in sorted(distances):
         tokens = needles.haystack[:, read:distance]
         if by == "prefill":
@@ -206,5 +204,4 @@ def read_back(
             found = np.asarray(logits)
             hits = found.argmax(-1) == needles.values[:, index]
             is_hit[:, index] = np.where(np.isnan(found).any(-1), np.nan, hits)
-        records.append(DistanceAccuracy(str(distance), is_hit.size, float(is_hit.mean())))
-    return records
+        yield DistanceAccuracy(str(distance), is_hit.size, float(is_hit.mean()))

@@ -159,7 +159,8 @@ class Equivalence(Task[Arrays, Cell]):
 
     record = Cell
     rank = 60
-    columns: ClassVar[tuple[str, ...]]  # of the table
+    shaping = ()  # any variants on the same text
+    measures: ClassVar[tuple[str, ...]]  # the columns of the table
     bars: ClassVar[tuple[str, ...]]  # of the picture
 
     reference: str = "forward"
@@ -200,7 +201,7 @@ class Equivalence(Task[Arrays, Cell]):
 
     def series(self, subject: Subject, rows: Arrays) -> Series[Cell]:
         label = f"{subject.name}, {self}"
-        return {label: self.measure(self.scorer(subject, label, subject.model), rows, subject)}
+        return {label: [*self.measure(self.scorer(subject, label, subject.model), rows, subject)]}
 
     def pair(self, model: Transformer) -> Pair:
         """Raises `UserError` for variants that are the same in this run."""
@@ -211,15 +212,19 @@ class Equivalence(Task[Arrays, Cell]):
         return first, second
 
     @classmethod
+    def columns(cls, series: Series[Cell]) -> dict[str, dict[Any, Any]]:
+        """Of one series."""
+        records = [x for own in series.values() for x in own]
+        return {y: {x.row: x.value for x in records if x.column == y} for y in cls.measures}
+
+    @classmethod
     def table(cls, series: Series[Cell]) -> list[Row]:
         """Those of several series under one another, with their labels."""
-        rows: dict[tuple[str, str], dict[str, Any]] = {}
+        rows = []
         for label, records in series.items():
             start = {"variants": label} if len(series) > 1 else {}
-            for row, column, value in records:
-                if column in cls.columns:
-                    rows.setdefault((label, row), start | {cls.key: row})[column] = value
-        return [*rows.values()]
+            rows += [{**start, **row} for row in super().table({label: records})]
+        return rows
 
     @classmethod
     def pictures(cls, folder: Path, series: Series[Cell], chance: float | None) -> list[Picture]:
@@ -227,15 +232,9 @@ class Equivalence(Task[Arrays, Cell]):
         for (label, records), bar in itertools.product(series.items(), cls.bars):
             name = f"{label}, {bar}" if len(series) > 1 else bar
             found[name] = {x.row: x.value for x in records if x.column == bar}
-        groups = [*dict.fromkeys(itertools.chain(*found.values()))]
-        bars = {name: [own.get(group) for group in groups] for name, own in found.items()}
         path, texts = folder / f"{cls.name}.svg", {"title": cls.title, "x_label": cls.x_label}
-        plot_bars(path, **texts, y_label=cls.value, groups=groups, series=bars, chance=chance)
+        plot_bars(path, **texts, y_label=cls.value, series=found, chance=chance)
         return [Picture(Path(path.name), f"{cls.title}, by {cls.x_label}: {'; '.join(series)}.")]
-
-    @classmethod
-    def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
-        """Any variants on the same text."""
 
 
 def agreement(row: str, candidate: jax.Array, reference: jax.Array) -> Iterator[Cell]:
@@ -258,7 +257,7 @@ class Kernel(Equivalence):
     title = "Units in the last place"
     key = x_label = "outputs of"
     value = "share of elements"
-    columns, bars = _AGREEMENT, _AGREEMENT[:3]
+    measures, bars = _AGREEMENT, _AGREEMENT[:3]
 
     def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[Cell]:
         return [*layers(self.pair(scorer.model), rows["tokens"][: self.batch_size])]
@@ -334,7 +333,7 @@ class Distribution(Equivalence):
     key = "distance"
     x_label = "position (tokens)"
     value = "mean"
-    columns, bars = ("mean", *_QUANTILES), (VARIATION, FLIPS)
+    measures, bars = ("mean", *_QUANTILES), (VARIATION, FLIPS)
 
     def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[Cell]:
         return [*summarize(predictions(self.pair(scorer.model), rows, self.batch_size))]

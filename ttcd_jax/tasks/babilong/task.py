@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from ttcd_kernels.table import Row
 
 from ttcd_jax.config import DISTINCT, Bound, NonNegative, Positive
 from ttcd_jax.data.compressed import import_for
@@ -194,6 +193,8 @@ class BabiLong(Task[list[Case], Answered]):
     record = Answered
     key = "task"
     x_label = "length (tokens)"
+    y_label = "accuracy (%)"
+    shaping = ("tasks", "lengths", "samples", "form", "max_new_tokens", "seed")
     sentence = "Questions about facts hidden in a text, mean of the tasks: higher is better."
     rank = 25
 
@@ -238,45 +239,34 @@ class BabiLong(Task[list[Case], Answered]):
         lines = stories.story_lines(task, self.seed, 4 * self.samples)  # some are too long
         return [*stories.read_questions(lines)]
 
-    def measure(self, scorer: Scorer, rows: list[Case], subject: Subject) -> list[Answered]:
+    def measure(self, scorer: Scorer, rows: list[Case], subject: Subject) -> Iterator[Answered]:
         most = self.max_new_tokens or NEW_TOKENS[self.form]
         options = {"sampling": SamplingConfig(temperature=0), "max_new_tokens": most}
         outputs = scorer.generate([Request(tokens=case.prompt, **options) for case in rows])
-        records = []
         for (task, length, x, tokens), output in zip(rows, outputs, strict=True):
             is_hit = is_right(self.form, task, x.target, output, x.question)
             asked = x.index, len(tokens), x.question, x.target
-            records.append(Answered(task, length, *asked, output, is_hit))
-        return records
+            yield Answered(task, length, *asked, output, is_hit)
 
     def chance(self, subject: Subject) -> float:
         """The accuracy of one of the task's labels, drawn at random."""
         return 100 * fmean(1 / len(LABELS[task]) for task in self.tasks)
 
     @classmethod
-    def unit(cls, series: Series[Answered]) -> tuple[str, str]:
-        return "is_right", "accuracy (%)"
-
-    @classmethod
-    def table(cls, series: Series[Answered]) -> list[Row]:
-        """A row per variant and task, and their average; a column per length, and the average."""
-        return [
-            {cls.key: f"{name}, {task}" if len(series) > 1 else task}
-            | cells
-            | {"average": fmean(cells.values())}
-            for name, records in series.items()
-            for task, cells in _accuracies(records).items()
-        ]
+    def columns(cls, series: Series[Answered]) -> dict[str, dict[Any, Any]]:
+        """A column per length, and the average; by variant and task, and their average."""
+        found: dict[str, dict[Any, Any]] = {}
+        for name, records in series.items():
+            for task, cells in _accuracies(records).items():
+                for length, value in (cells | {"average": fmean(cells.values())}).items():
+                    row = f"{name}, {task}" if len(series) > 1 else task
+                    found.setdefault(length, {})[row] = value
+        return found
 
     @classmethod
     def curves(cls, series: Series[Answered]) -> dict[str, tuple[list[Any], list[Any]]]:
         averages = {name: _accuracies(records)["average"] for name, records in series.items()}
         return {name: ([*x], [*x.values()]) for name, x in averages.items()}
-
-    @classmethod
-    def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
-        files = "batch_size", "babi", "background"
-        return {name: value for name, value in options.items() if name not in files}
 
 
 def _accuracies(records: Sequence[Answered]) -> dict[str, dict[str, float]]:

@@ -426,7 +426,7 @@ def _coded_prompt(cell: Cell, vocabulary: list[str], size: int) -> Prompt:
     return Prompt(_TEXTS["coded"].format(context=" ".join(items)), vocabulary[1:4])
 
 
-def answer_questions(source: str, cell: Cell, sources: Sources, num_samples: int) -> Drawing:
+def ask(source: str, cell: Cell, sources: Sources, num_samples: int) -> Drawing:
     """A question of the file for each sample, in its order."""
     questions, documents = sources.questions(source)
     if num_samples > len(questions):

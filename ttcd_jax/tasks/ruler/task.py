@@ -1,16 +1,15 @@
 """RULER's 13 tasks: samples as NVIDIA's generator draws them, and their scores by task and length,
 with the averages of the paper's tables."""
 
-import functools
 import itertools
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from absl import logging
-from ttcd_kernels.table import Row
 
 from ttcd_jax import units
 from ttcd_jax.config import DISTINCT, Bound, Positive, closest
@@ -47,18 +46,13 @@ _NEEDLES = {
     "niah_multivalue": Needles("essay", num_values=4),
     "niah_multiquery": Needles("essay", num_keys=4, num_queries=4),
 }
+_QUESTIONS = {"qa_1": "squad", "qa_2": "hotpot"}
 TASKS = {
-    name: Kind(functools.partial(prompts.find_needles, needles), " The speci", 128)
-    for name, needles in _NEEDLES.items()
-}
-TASKS |= {
+    **{x: Kind(partial(prompts.find_needles, y), " The speci", 128) for x, y in _NEEDLES.items()},
     "vt": Kind(prompts.track_variables, " Answer: A", 30),
     "cwe": Kind(prompts.find_common_words, " Answer: T", 120),
     "fwe": Kind(prompts.find_coded_words, " Answer: A", 50),
-}
-TASKS |= {
-    name: Kind(functools.partial(prompts.answer_questions, source), " Answer:", 32, takes_any=True)
-    for name, source in (("qa_1", "squad"), ("qa_2", "hotpot"))
+    **{x: Kind(partial(prompts.ask, y), " Answer:", 32, True) for x, y in _QUESTIONS.items()},
 }
 SINGLE = tuple(name for name in TASKS if name.startswith("niah_single"))
 NIAH = (*SINGLE, "niah_multikey_1", "niah_multivalue", "niah_multiquery")  # the paper's six
@@ -169,6 +163,7 @@ class Ruler(Task[list[Case], Answered]):
     key = "task"
     x_label = "length (tokens)"
     value = "score"
+    shaping = ("samples", "seed")  # tasks and lengths may differ
     rank = 20
 
     tasks: str = "all"
@@ -221,10 +216,10 @@ class Ruler(Task[list[Case], Answered]):
         records = text_records(subject.run_dir, subject.data, tokenizer, None, "essay")
         return " ".join(first_texts(records, tokenizer, max(self.lengths)))
 
-    def measure(self, scorer: Scorer, rows: list[Case], subject: Subject) -> list[Answered]:
+    def measure(self, scorer: Scorer, rows: list[Case], subject: Subject) -> Iterator[Answered]:
         """A record for each sample."""
         assert subject.tokenizer is not None, "rows refuses a run without one"
-        requests, greedy, records = [], SamplingConfig(temperature=0), []
+        requests, greedy = [], SamplingConfig(temperature=0)
         for case in rows:
             tokens = subject.tokenizer.encode(case.sample.prompt)
             most = TASKS[case.task].num_new
@@ -234,11 +229,10 @@ class Ruler(Task[list[Case], Answered]):
             depth = sample.depth if task in _NEEDLES else None
             points = score(prediction, sample.outputs, takes_any=TASKS[task].takes_any)
             answers = ", ".join(sample.outputs)
-            records.append(Answered(task, length, number, depth, points, prediction, answers))
-        return records
+            yield Answered(task, length, number, depth, points, prediction, answers)
 
     @classmethod
-    def table(cls, series: Series[Answered]) -> list[Row]:
+    def columns(cls, series: Series[Answered]) -> dict[str, dict[Any, Any]]:
         """The mean score of every task, of all given, and of the paper's six, by variant and
         length; no mean where a task is missing."""
         columns = {
@@ -251,10 +245,10 @@ class Ruler(Task[list[Case], Answered]):
             if parts := [task for task in group if task in given]:
                 few = "" if len(parts) == len(group) else f"{len(parts)} of "
                 rows[f"average of {few}{len(group)}{what}"] = parts
-        return [
-            {"task": row} | {name: _mean(records, tasks) for name, records in columns.items()}
-            for row, tasks in rows.items()
-        ]
+        return {
+            name: {row: _mean(records, tasks) for row, tasks in rows.items()}
+            for name, records in columns.items()
+        }
 
     @classmethod
     def pictures(
@@ -289,11 +283,6 @@ class Ruler(Task[list[Case], Answered]):
         for case in rows:
             parts.setdefault(f"{case.task}, {case.length}", []).append(case.sample)
         return {name: digest(samples) for name, samples in parts.items()}
-
-    @classmethod
-    def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
-        """As many samples of the same seed; tasks and lengths may differ."""
-        return [options.get(name) for name in ("samples", "seed")]
 
 
 def plot_depths(path: Path, lengths: Sequence[int], panels: dict[str, list[Any]]) -> None:
