@@ -106,8 +106,8 @@ def _against_definition(settings, dtype, ids, rng):
     x, t, dy = (rng.standard_normal((len(ids), D)) for _ in range(3))
 
     def run(params, x, t):
-        rows = x[None], t[None], jnp.asarray(ids[None])
-        y, stats = nnx.merge(graph, params).remember(*rows)
+        row = Row.of(x[None], None, jnp.asarray(ids[None]))
+        y, stats = nnx.merge(graph, params).remember(x[None], t[None], row)
         return y[0], stats.memory_ratio
 
     @jax.jit
@@ -199,7 +199,7 @@ def test_continued_training_starts_at_the_plain_mlp_exactly():
 def test_published_targets_start_by_writing_nothing(float64):
     layer, config = _layer(_ipttt())
     module, (x, targets) = layer(config, rngs=nnx.Rngs(0)), checks.draw(1, (2, 14, D), (2, 14, D))
-    y, stats = jax.jit(module.remember)(x, targets)
+    y, stats = jax.jit(module.remember)(x, targets, Row.of(x))
     checks.assert_close(y, module.plain(x))
     assert stats.memory_ratio == 0
     with pytest.raises(ValueError, match="pass embeddings"):
@@ -270,14 +270,15 @@ def test_statistics_measure_the_gate_and_carry_no_gradient(float64):
     """That of the memory is the definition's."""
     module, (x, t) = _module("plain"), checks.draw(1, (2, 12, D), (2, 12, D))
     beta = 1 / (1 + np.exp(-np.asarray(t) @ np.asarray(module.rate[...])))
-    checks.assert_close(jax.jit(module.remember)(x, t)[1].gate_mean, beta.mean(), 1e-6)
-    assert jax.jit(_module("plain", has_token_rate=False).remember)(x, t)[1].gate_mean == 1
-    gradient = jax.jit(jax.grad(lambda x: sum(module.remember(x, t)[1])))(x)
+    row, ungated = Row.of(x), _module("plain", has_token_rate=False)
+    checks.assert_close(jax.jit(module.remember)(x, t, row)[1].gate_mean, beta.mean(), 1e-6)
+    assert jax.jit(ungated.remember)(x, t, row)[1].gate_mean == 1
+    gradient = jax.jit(jax.grad(lambda x: sum(module.remember(x, t, row)[1])))(x)
     assert not np.asarray(gradient).any()
 
 
 def _window_share(module, x, t, ids=None):
-    return jax.jit(module.remember)(x, t, ids)[1].window_share
+    return jax.jit(module.remember)(x, t, Row.of(x, None, ids))[1].window_share
 
 
 @pytest.mark.parametrize("name", ["plain", "symmetric", "nothing but the memory"])
@@ -323,8 +324,8 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32(name):
 
 
 def _measured(module, x, t):
-    run = jax.jit(functools.partial(module.remember, measures=True))
-    return run(x, t, jnp.asarray(checks.TWO_ROWS))
+    row = Row.of(x, None, jnp.asarray(checks.TWO_ROWS))._replace(measures=True)
+    return jax.jit(lambda x, t: module.remember(x, t, row))(x, t)
 
 
 def _distances(module, x, t, ids):
@@ -357,7 +358,8 @@ def test_distances_to_the_teacher_are_those_of_the_definition(name, float64):
     expected = Distillation(*np.stack(rows, axis=1))
     checks.assert_close(found._replace(is_moved=found.is_moved.astype(float)), expected)
     assert 0 < found.is_moved.mean() < 1
-    checks.assert_close(y, jax.jit(module.remember)(x, t, jnp.asarray(checks.TWO_ROWS))[0])
+    row = Row.of(x, None, jnp.asarray(checks.TWO_ROWS))
+    checks.assert_close(y, jax.jit(module.remember)(x, t, row)[0])
 
 
 def test_without_a_gap_nothing_is_moved(float64):

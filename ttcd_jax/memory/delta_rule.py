@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.memory.chunks import from_chunks, to_chunks
-from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Axes
+from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Axes, Summary
 from ttcd_jax.nn.linear import product
 
 NORM_EPS = 1e-6
@@ -67,15 +67,8 @@ class _Chunk(NamedTuple):
 Solved = tuple[_Chunk, int]  # the chunks of a row, and its tokens
 
 
-class Transition(NamedTuple):
-    """The effect of consecutive tokens on the state before them: S -> keeps S + adds."""
-
-    keeps: Float[Array, "B N H H"]
-    adds: Float[Array, "B N H X"]
-
-
 @struct.dataclass
-class DeltaMemory(AssociativeMemory[DeltaWrites, State, Solved, Transition]):
+class DeltaMemory(AssociativeMemory[DeltaWrites, State, Solved]):
     """The delta rule as a memory: its state is S [B, N, H, X], read by q [B, T, N, H], written by
     `DeltaWrites`; a token reads its own write. `chunk_size` changes the speed, not the result.
 
@@ -123,31 +116,27 @@ class DeltaMemory(AssociativeMemory[DeltaWrites, State, Solved, Transition]):
         state, o = jax.lax.scan(jax.checkpoint(_advance, prevent_cse=False), state, chunks)
         return from_chunks(jnp.moveaxis(o, (0, 2), (1, 3)), length), state
 
-    def summary(self, prepared: Solved) -> Transition:
-        """The map of all chunks together: `adds` is the result for a zero state, `keeps` for the
-        identity without writes."""
+    def summary(self, prepared: Solved) -> Summary:
+        """The map of all chunks together: `added` is the result for a zero state, `kept` [B, N, H,
+        H] for the identity without writes."""
         zero = self.start_of(prepared)
-        keeps = jnp.zeros((*zero.shape[:-1], zero.shape[-2]), zero.dtype)
+        kept = jnp.zeros((*zero.shape[:-1], zero.shape[-2]), zero.dtype)
 
-        def compose(state: Transition, chunk: _Chunk) -> tuple[Transition, None]:
+        def compose(before: Summary, chunk: _Chunk) -> tuple[Summary, None]:
             homogeneous = chunk._replace(writes=jnp.zeros((), chunk.writes.dtype))
-            return Transition(_after(state.keeps, homogeneous), _after(state.adds, chunk)), None
+            return Summary(_after(before.kept, homogeneous), _after(before.added, chunk)), None
 
-        begin = self.neutral(Transition(keeps, zero))
         composed = jax.checkpoint(compose, prevent_cse=False)
-        return jax.lax.scan(composed, begin, prepared[0])[0]
+        return jax.lax.scan(composed, self.neutral(Summary(kept, zero)), prepared[0])[0]
 
-    def combine(self, first: Transition, then: Transition) -> Transition:
-        apply = functools.partial(jnp.einsum, "BNHK,BNKX->BNHX", then.keeps, precision="highest")
-        return Transition(apply(first.keeps), apply(first.adds) + then.adds)
+    def combine(self, first: Summary, then: Summary) -> Summary:
+        apply = functools.partial(jnp.einsum, "BNHK,BNKX->BNHX", then.kept, precision="highest")
+        return Summary(apply(first.kept), apply(first.added) + then.added)
 
-    def neutral(self, summary: Transition) -> Transition:
-        keeps, adds = summary
-        identity = jnp.broadcast_to(jnp.eye(keeps.shape[-1], dtype=keeps.dtype), keeps.shape)
-        return Transition(identity, jnp.zeros_like(adds))
-
-    def state_after(self, summary: Transition) -> State:
-        return summary.adds
+    def neutral(self, summary: Summary) -> Summary:
+        kept, added = summary
+        identity = jnp.broadcast_to(jnp.eye(kept.shape[-1], dtype=kept.dtype), kept.shape)
+        return Summary(identity, jnp.zeros_like(added))
 
 
 def _forgetting(

@@ -43,8 +43,7 @@ class OpenChunk[Writes, State]:
 def start_pieces[W, S](memory: ChunkedMemory[W, S], batch_size: int, writes: W) -> OpenChunk[W, S]:
     """The state before rows begin; `writes`: shapes of the operands of a chunk's, [B, L, ...]."""
     stored: Any = () if memory.reads_own_chunk else writes
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored)
-    return OpenChunk(memory.start(batch_size), zeros)
+    return OpenChunk(memory.start(batch_size), jax.tree.map(jnp.zeros_like, stored))
 
 
 def over_piece[W, S](
@@ -61,9 +60,9 @@ def over_piece[W, S](
         return memory.read(state.memory, reads), state
     length = reads.shape[1]
     if memory.reads_own_chunk:
-        is_token = jnp.arange(length) < piece.lengths[:, None]
         by_chunk = functools.partial(to_chunks, chunk_size=min(length, chunk_size))
-        reads, writes, mask = jax.tree.map(by_chunk, (reads, writes, is_token))
+        operands = reads, writes, piece.is_token(length)
+        reads, writes, mask = jax.tree.map(by_chunk, operands)
         y, end = memory.row(Chunks(reads, writes, MemoryMask(mask, None, None)), state.memory)
         return from_chunks(y, length), OpenChunk(end, state.open)
     piece.cut.check("chunk_size", chunk_size)
@@ -95,9 +94,8 @@ def closed[W, S](memory: ChunkedMemory[W, S], state: OpenChunk[W, S], count: Int
 def _inside_chunk[W, S](
     memory: ChunkedMemory[W, S], state: OpenChunk[W, S], reads: Array, writes: W, piece: Piece
 ) -> tuple[Array, OpenChunk[W, S]]:
-    y = memory.read(state.memory, reads)
-    assert piece.phase is not None
-    phase = piece.phase
+    y, phase = memory.read(state.memory, reads), piece.phase
+    assert phase is not None
     lead = jax.tree.leaves(writes)[0].shape[1] - reads.shape[1]
     count = jnp.where(piece.lengths > 0, piece.lengths + lead, 0)
     chunk = jax.tree.map(
@@ -139,8 +137,10 @@ def _written[W, S](
 
 
 def inside_open_chunk[Tail](tail: Tail, piece: Piece, chunk_size: int) -> Tail:
-    """Tails [B, R - 1, ...] after the piece, zero for tokens of full chunks."""
+    """Tails [B, R - 1, ...] after the piece, if there are any, zero for tokens of full chunks."""
+    if tail is None:
+        return tail
     assert piece.phase is not None
     count = (piece.phase + piece.lengths) % chunk_size
     size = jax.tree.leaves(tail)[0].shape[1]
-    return where_rows(jnp.arange(size) >= size - count[:, None], tail, 0)
+    return where_rows(jnp.arange(size) >= size - count[:, None], tail)

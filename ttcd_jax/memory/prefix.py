@@ -28,11 +28,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from ttcd_jax.memory.chunks import MemoryMask, masked
-from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Axes, ChunkedMemory, Chunks
+from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Axes, ChunkedMemory, Chunks, Summary
 from ttcd_jax.nn.linear import newton_schulz, product
 
 Sum = Float[Array, "B F D"]  # of delta_w, without eta
-Element = tuple[jax.Array, jax.Array]  # of `decayed_sum`
 Outputs = tuple[jax.Array, Sum]  # y of chunks, and the state after them
 Form = Literal["auto", "blocked", "associative", "attention"]
 
@@ -85,7 +84,7 @@ class SumMemory(ChunkedMemory[Writes, Sum]):
 
 
 @struct.dataclass
-class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes], Element]):
+class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes]]):
     """The sum of delta_w as a memory."""
 
     def axes(self) -> Axes:
@@ -115,29 +114,23 @@ class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes], Ele
         forms = {"attention": _attention_form, "associative": _read_block}
         return forms.get(options.form, _blocked)(self, state, chunks)
 
-    def summary(self, prepared: Chunks[Writes]) -> Element:
-        """(the share of a state before the chunks that is left after them, the state after them
-        from zero): an element of `decayed_sum`."""
+    def summary(self, prepared: Chunks[Writes]) -> Summary:
         (keys, errors, log_decay, _), mask = prepared.writes, prepared.mask
         errors = masked(errors, mask.writes)
         left = _left(_of_chunks(log_decay, mask), mask.resets)
         whole = jnp.ones((len(keys), 1), self.options.state_dtype) if left is None else left[:, 0]
         if self.options.orthogonalizes:
             delta = chunk_delta(self.options, errors, keys)
-            return whole, (delta if left is None else times(left[:, 1:], delta)).sum(1)
+            return Summary(whole, (delta if left is None else times(left[:, 1:], delta)).sum(1))
         if left is not None:
             errors = times(left[:, 1:].astype(errors.dtype), errors)
-        return whole, _product(self.options, "BCLF,BCLD->BFD", keys, errors)
+        return Summary(whole, _product(self.options, "BCLF,BCLD->BFD", keys, errors))
 
-    def combine(self, first: Element, then: Element) -> Element:
+    def combine(self, first: Summary, then: Summary) -> Summary:
         return decayed_sum(first, then)
 
-    def neutral(self, summary: Element) -> Element:
-        kept, total = summary
-        return jnp.ones_like(kept), jnp.zeros_like(total)
-
-    def state_after(self, summary: Element) -> Sum:
-        return summary[1]
+    def neutral(self, summary: Summary) -> Summary:
+        return Summary(jnp.ones_like(summary.kept), jnp.zeros_like(summary.added))
 
 
 # Chunks [B, C, ...], or those of a block [B, G, ...]: errors are masked, decays summed by chunk.
@@ -193,12 +186,10 @@ def decayed(
     return times(jnp.exp(masked(log_decay, mask).sum(1)), state)
 
 
-def decayed_sum(left: Element, right: Element) -> Element:
-    """(factor a [..., Q], state from zero [..., F, D]) of two neighboring runs of chunks: the right
+def decayed_sum(left: Summary, right: Summary) -> Summary:
+    """The factors a [..., Q] and the sum [..., F, D] of two neighboring runs of chunks: the right
     one leaves a of the state after the left one. Associative."""
-    left_kept, left_sum = left
-    right_kept, right_sum = right
-    return left_kept * right_kept, times(right_kept, left_sum) + right_sum
+    return Summary(left.kept * right.kept, times(right.kept, left.added) + right.added)
 
 
 def _of_chunks(log_decay: jax.Array | None, mask: MemoryMask) -> jax.Array | None:
@@ -231,11 +222,11 @@ def _sums_from(x: Float[Array, "B C Q"]) -> Float[Array, "B C1 Q"]:
     return jnp.pad(jax.lax.cumsum(x, axis=1, reverse=True), ((0, 0), (0, 1), (0, 0)))
 
 
-def _decayed_sums(elements: Element, *, reverse: bool = False) -> Element:
+def _decayed_sums(runs: Summary, *, reverse: bool = False) -> Summary:
     """The associative scan of `decayed_sum`. Recomputed in a backward: it has intermediates of size
     zero, and Shardy (jax 0.11.2) crashes when one is kept across a sharded region."""
     scan = functools.partial(jax.lax.associative_scan, decayed_sum, reverse=reverse, axis=1)
-    return jax.checkpoint(scan, prevent_cse=False)(elements)
+    return jax.checkpoint(scan, prevent_cse=False)(runs)
 
 
 def _states(options: PrefixOptions, block: _Summed, carry: jax.Array) -> tuple[jax.Array, Sum]:
@@ -245,7 +236,7 @@ def _states(options: PrefixOptions, block: _Summed, carry: jax.Array) -> tuple[j
     if kept is None:
         after = jax.lax.associative_scan(jnp.add, delta, axis=1) + carry
     else:
-        whole, total = _decayed_sums((kept, delta))
+        whole, total = _decayed_sums(Summary(kept, delta))
         after = total + times(whole, carry)
     return jnp.concatenate([carry, after[:, :-1]], axis=1), after[:, -1]
 
@@ -337,7 +328,7 @@ def _decay_cotangent(
         return total(read)[:, 1:] - total(written)
 
     def until_reset(x: jax.Array, goes_on: jax.Array) -> jax.Array:
-        return _decayed_sums((goes_on, x[:, :, None]), reverse=True)[1][:, :, 0]
+        return _decayed_sums(Summary(goes_on, x[:, :, None]), reverse=True).added[:, :, 0]
 
     goes_on = 1 - resets[..., None].astype(jnp.float32)
     goes_on = jnp.pad(goes_on, ((0, 0), (0, 1), (0, 0)), constant_values=1)
@@ -388,7 +379,7 @@ def _write_cotangent(
     if kept is None:
         d_before = jax.lax.associative_scan(jnp.add, outer, reverse=True, axis=1) + d_after
     else:
-        whole, total = _decayed_sums((kept, outer), reverse=True)
+        whole, total = _decayed_sums(Summary(kept, outer), reverse=True)
         d_before = total + times(whole, d_after)
     d_delta = jnp.concatenate([d_before[:, 1:], d_after], axis=1)
     delta, pull = jax.vjp(functools.partial(chunk_delta, options), errors, keys)

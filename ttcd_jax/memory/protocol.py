@@ -42,13 +42,7 @@ class Memory[Writes, State, Prepared](abc.ABC):
 
     @abc.abstractmethod
     def prepared(
-        self,
-        reads: Float[Array, "B ..."],
-        writes: Writes,
-        segments: Int[Array, "B ..."] | None,
-        *,
-        length: int,
-        previous_segment: Int[Array, " B"] | None,
+        self, reads: Array, writes: Writes, segments: Any, *, length: int, previous_segment: Any
     ) -> Prepared:
         """The input of `row`: operands of reads and writes with their documents.
         `previous_segment`: the document that the state before the row belongs to."""
@@ -71,9 +65,16 @@ class Memory[Writes, State, Prepared](abc.ABC):
         return jnp.asarray(sum(jnp.sum(x * x, axis=range(1, x.ndim)) for x in arrays))
 
 
-class AssociativeMemory[Writes, State, Prepared, Summary](Memory[Writes, State, Prepared]):
-    """A memory in which consecutive tokens have a `Summary`: their effect on any state before them.
-    Summaries compose associatively, so devices that share a row need only one prefix."""
+class Summary(NamedTuple):
+    """The effect of consecutive tokens on any state before them: it becomes kept state + added."""
+
+    kept: Array  # the share or the map that is left of a state
+    added: Array  # the state after the tokens from one of zero
+
+
+class AssociativeMemory[Writes, State, Prepared](Memory[Writes, State, Prepared]):
+    """A memory in which consecutive tokens have a `Summary`, whose `added` is a state. Summaries
+    compose associatively, so devices that share a row need only one prefix."""
 
     @abc.abstractmethod
     def summary(self, prepared: Prepared) -> Summary:
@@ -86,10 +87,6 @@ class AssociativeMemory[Writes, State, Prepared, Summary](Memory[Writes, State, 
     @abc.abstractmethod
     def neutral(self, summary: Summary) -> Summary:
         """The summary of no tokens, in the shapes of `summary`."""
-
-    @abc.abstractmethod
-    def state_after(self, summary: Summary) -> State:
-        """The state after the summarized tokens when they are the first of a row."""
 
 
 @struct.dataclass

@@ -65,7 +65,7 @@ def _along[W, S, P](
     if isinstance(memory, AssociativeMemory):
         part = memory.summary(prepared)
         before = sequence.exclusive_prefix(shard, part, memory.combine, memory.neutral(part))
-        return advance(memory.state_after(before), needs_end=reports_size)[1]
+        return advance(before.added, needs_end=reports_size)[1]
     return sequence.passed_along(shard, advance, memory.start_of(prepared))[1]
 
 

@@ -46,12 +46,10 @@ class IdealMemory(ChunkedMemory[Views, Weight]):
     def write(
         self, state: Weight, writes: Views, mask: Bool[Array, "#B L"] | None = None
     ) -> Weight:
-        z_teacher, z_student = writes
+        z_student = writes[1]
         narrow = state.astype(z_student.dtype)
-        target = product("BLF,BFD->BLD", z_teacher, narrow, self.state_dtype)
-        error = jax.lax.stop_gradient(target)
-        error = masked(error - product("BLF,BFD->BLD", z_student, narrow, self.state_dtype), mask)
-        error = error.astype(z_student.dtype)
+        teacher, student = (product("BLF,BFD->BLD", z, narrow, self.state_dtype) for z in writes)
+        error = masked(jax.lax.stop_gradient(teacher) - student, mask).astype(z_student.dtype)
         delta = product("BLF,BLD->BFD", z_student, error, self.state_dtype)
         count = z_student.shape[1] if mask is None else mask.sum(-1)[:, None, None]
         return state + self.eta * delta / jnp.asarray(count, self.state_dtype)

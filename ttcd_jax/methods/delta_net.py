@@ -3,8 +3,8 @@
     q, k, v = silu(conv(h W))      along the row, within documents;  beta = sigmoid(h W_rate)
     o = delta_rule(q / |q|, k / |k|, v, beta),   y = RMSNorm(o) W_out       norm per head
 
-`DeltaSublayer` is its bare form, without convolution, SiLU and norm: the residual sub-layer that
-the paper's hybrid baseline puts after attention.
+Its bare form, without convolution, SiLU and norm, is the residual sub-layer that the paper's hybrid
+baseline puts after attention.
 """
 
 import functools
@@ -25,7 +25,7 @@ from ttcd_jax.memory.rows import over_rows
 from ttcd_jax.methods import registry
 from ttcd_jax.nn.block import BlockConfig, Dims, Mixer, Names, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param, product, rms_norm
-from ttcd_jax.nn.row import Hidden, Piece, Row, after_tail, next_tail, zero_padding
+from ttcd_jax.nn.row import Hidden, Piece, Row, after_tail, next_tail, no_tail, zero_padding
 from ttcd_jax.sharding import rules, sequence
 
 # q and k [B, T, N * H], v [B, T, N * X].
@@ -53,12 +53,14 @@ class DeltaSublayerConfig(Dims, SublayerConfig):
         "b_proj.weight": ("rate", "linear"),
     }  # fmt: skip
 
+    has_convs: ClassVar[bool] = False
+
     num_heads: Positive
     head_dim: Positive
     rule: DeltaRuleConfig = DeltaRuleConfig()
 
     def validate(self) -> None:
-        if self.rule.conv_init == "previous" and "k_conv1d.weight" not in self.reference_names:
+        if self.rule.conv_init == "previous" and not self.has_convs:
             raise UserError(
                 "the bare sub-layer has no convolution to start at the token before: leave out "
                 "conv_init='previous', or take method gated_deltanet_hybrid"
@@ -92,6 +94,7 @@ class DeltaSublayerConfig(Dims, SublayerConfig):
 class DeltaNetConfig(DeltaSublayerConfig):
     """The sub-layer with convolutions and a norm."""
 
+    has_convs: ClassVar[bool] = True
     reference_names: ClassVar[Names] = DeltaSublayerConfig.reference_names | {
         "q_conv1d.weight": ("query_conv", "conv"),
         "k_conv1d.weight": ("key_conv", "conv"),
@@ -110,7 +113,7 @@ class DeltaState(NamedTuple):
         return {"memory": self.memory, "open chunk": self.tail}
 
 
-class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
+class DeltaNet(Mixer, config=DeltaSublayerConfig):
     """h [B, T, D] -> [B, T, D]."""
 
     def __init__(self, config: DeltaSublayerConfig, *, rngs: nnx.Rngs) -> None:
@@ -123,9 +126,28 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
         self.value = normal_param(rngs, (D, values), ("embed", "heads"), std, dtype)
         self.rate = normal_param(rngs, (D, N), ("embed", "heads"), std, dtype)
         self.out = normal_param(rngs, (values, D), ("heads", "embed"), std, dtype)
+        if not config.has_convs:
+            return
+        self.look_back = config.rule.num_taps - 1
+        if config.rule.conv_init == "previous":
+            self.key = param(self.query[...], ("embed", "heads"))
+        self.query_conv = self._init_conv(rngs, keys)
+        self.key_conv = self._init_conv(rngs, keys, lag=1)
+        self.value_conv = self._init_conv(rngs, values)
+        self.head_norm = param(jnp.ones((config.value_head_dim,), dtype), ("head_dim",))
+
+    def _init_conv(self, rngs: nnx.Rngs, width: int, lag: int = 0) -> nnx.Param:
+        """Taps [R, width] uniform in +-1/sqrt(R), as PyTorch initializes a depthwise convolution;
+        or 1 at the token `lag` before."""
+        shape, dtype = (self.config.rule.num_taps, width), self.config.precision.param_dtype
+        bound = shape[0] ** -0.5
+        taps = jax.random.uniform(rngs.params(), shape, dtype, -bound, bound)
+        if self.config.rule.conv_init == "previous":
+            taps = jnp.zeros_like(taps).at[-1 - lag].set(1)
+        return param(taps, ("taps", "heads"), is_operand=False)
 
     def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Hidden, None]:
-        q, writes = self._operands(x, self.channels(self._project(x), row.segment_ids))
+        q, writes = self._operands(x, self._convolved(self._project(x), row.segment_ids))
         o, _ = over_rows(self._memory(), q, writes, row.segment_ids, length=x.shape[1])
         return self._project_out(x, o), None
 
@@ -133,23 +155,17 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
         """The state before rows begin; its size does not depend on `max_length`."""
         config = self.config
         heads = batch_size, config.num_heads, config.head_dim, config.value_head_dim
-        tail = None
-        if self.look_back:
-            h = jax.ShapeDtypeStruct((batch_size, self.look_back, config.dim), jnp.float32)
-            shapes = jax.eval_shape(self._project, h)
-            tail = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        h = jax.ShapeDtypeStruct((batch_size, 1, config.dim), jnp.float32)
+        tail = no_tail(jax.eval_shape(self._project, h), self.look_back)
         return DeltaState(jnp.zeros(heads, config.precision.state_dtype), tail)
 
     def extend(
         self, x: Hidden, piece: Piece, state: DeltaState, student: Hidden | None = None
     ) -> tuple[Hidden, DeltaState]:
         """(output, the state after the piece). Padding neither writes nor forgets."""
-        channels, tail = self._project(x), state.tail
-        if tail is None:
-            around = channels
-        else:
-            around, tail = after_tail(tail, channels), next_tail(tail, channels, piece)
-        around = self.channels(around, None)
+        channels = self._project(x)
+        around, tail = after_tail(state.tail, channels), next_tail(state.tail, channels, piece)
+        around = self._convolved(around, None)
         q, writes = self._operands(x, jax.tree.map(lambda c: c[:, -x.shape[1] :], around))
         gates = zero_padding({"beta": writes.beta, "log_decay": writes.log_decay}, piece)
         memory = self._memory()
@@ -159,16 +175,25 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
 
     look_back = 0  # tokens before its own that a convolution reads
 
-    def channels(self, channels: Channels, segment_ids: Int[Array, "B T"] | None) -> Channels:
-        """The projected q, k, v [B, T, ...] after convolution and activation."""
-        return channels
-
     def log_decay(self, h: Hidden) -> Float[Array, "B T N"] | None:
         """g <= 0; None: nothing is forgotten."""
         return None
 
     def normed(self, h: Hidden, o: Float[Array, "B T N X"]) -> Float[Array, "B T N X"]:
-        return o
+        if not self.config.has_convs:
+            return o
+        return rms_norm(o, self.head_norm[...], self.config.norm_eps)
+
+    def _convolved(self, channels: Channels, segment_ids: Int[Array, "B T"] | None) -> Channels:
+        """q, k, v [B, T, ...] after convolution and activation."""
+        if not self.config.has_convs:
+            return channels
+        taps = (self.query_conv, self.key_conv, self.value_conv)
+        q, k, v = (
+            jax.nn.silu(_convolved_rows(x, w[...], segment_ids))
+            for x, w in zip(channels, taps, strict=True)
+        )
+        return q, k, v
 
     def _project_out(self, h: Hidden, o: Float[Array, "B T N X"]) -> Hidden:
         flat = self.normed(h, o).reshape(*o.shape[:2], -1)
@@ -197,42 +222,6 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
         narrow = self.config.precision.compute_dtype
         wide = jnp.promote_types(self.config.precision.state_dtype, jnp.float32)
         return product("BTD,DN->BTN", h.astype(narrow), weight[...].astype(narrow), wide)
-
-
-class DeltaNet(DeltaSublayer, config=DeltaNetConfig):
-    """h [B, T, D] -> [B, T, D]: the sub-layer with short convolutions and a norm per head."""
-
-    def __init__(self, config: DeltaNetConfig, *, rngs: nnx.Rngs) -> None:
-        super().__init__(config, rngs=rngs)
-        self.look_back = config.rule.num_taps - 1
-        if config.rule.conv_init == "previous":
-            self.key = param(self.query[...], ("embed", "heads"))
-        self.query_conv = self._init_conv(rngs, config.head_dim)
-        self.key_conv = self._init_conv(rngs, config.head_dim, lag=1)
-        self.value_conv = self._init_conv(rngs, config.value_head_dim)
-        ones = jnp.ones((config.value_head_dim,), config.precision.param_dtype)
-        self.head_norm = param(ones, ("head_dim",))
-
-    def _init_conv(self, rngs: nnx.Rngs, head_dim: int, lag: int = 0) -> nnx.Param:
-        """Taps [R, N * head_dim] uniform in +-1/sqrt(R), as PyTorch initializes a depthwise
-        convolution; or 1 at the token `lag` before."""
-        shape = (self.config.rule.num_taps, self.config.num_heads * head_dim)
-        bound, dtype = shape[0] ** -0.5, self.config.precision.param_dtype
-        taps = jax.random.uniform(rngs.params(), shape, dtype, -bound, bound)
-        if self.config.rule.conv_init == "previous":
-            taps = jnp.zeros_like(taps).at[-1 - lag].set(1)
-        return param(taps, ("taps", "heads"), is_operand=False)
-
-    def channels(self, channels: Channels, segment_ids: Int[Array, "B T"] | None) -> Channels:
-        taps = (self.query_conv, self.key_conv, self.value_conv)
-        q, k, v = (
-            jax.nn.silu(_convolved_rows(x, w[...], segment_ids))
-            for x, w in zip(channels, taps, strict=True)
-        )
-        return q, k, v
-
-    def normed(self, h: Hidden, o: Float[Array, "B T N X"]) -> Float[Array, "B T N X"]:
-        return rms_norm(o, self.head_norm[...], self.config.norm_eps)
 
 
 def _convolved_rows(

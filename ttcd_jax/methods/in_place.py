@@ -32,7 +32,7 @@ from ttcd_jax.methods.registry import Settings
 from ttcd_jax.nn.block import MemoryStats, Names, SublayerConfig, check_hidden
 from ttcd_jax.nn.linear import product, weight_product
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
-from ttcd_jax.nn.row import Control, Hidden, Part, Piece, Row, after_tail, next_tail, zero_padding
+from ttcd_jax.nn.row import Hidden, Piece, Row, after_tail, next_tail, no_tail, zero_padding
 from ttcd_jax.precision import Precision
 
 type Tree = tuple[Any, ...]  # a NamedTuple of arrays by token, or None
@@ -187,6 +187,9 @@ class Operands(NamedTuple):
     state: Any  # of the memory after the part
 
 
+type Found = MemoryStats | Distillation | Operands
+
+
 class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     """(x, t) [B, T, D] -> y [B, T, D], any T: x is read through the memory in the down projection.
     A method defines t (`source`) and its writes by four functions that whole rows and pieces share:
@@ -205,38 +208,25 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
             check_hidden(name, operand, self.config.dim)
         if x.shape != t.shape:
             raise UserError(f"x {list(x.shape)} and t {list(t.shape)} must have the same shape")
-        return self.remember(x, t, Row.of(x, None, segment_ids).segment_ids)[0]
+        return self.remember(x, t, Row.of(x, None, segment_ids))[0]
 
-    def forward(
-        self, x: Hidden, row: Row, student: Hidden | None = None
-    ) -> tuple[Hidden, MemoryStats | Distillation | Operands]:
-        t = self.source(x, row, student)
-        options = {"measures": row.measures is True, "control": row.control, "part": row.part}
-        return self.remember(x, t, row.segment_ids, **options)
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Hidden, Found]:
+        return self.remember(x, self.source(x, row, student), row)
 
-    def remember(
-        self,
-        x: Hidden,
-        t: Any,
-        segment_ids: Int[Array, "B T"] | None = None,
-        *,
-        measures: bool = False,
-        control: Control | None = None,
-        part: Part | None = None,
-    ) -> tuple[Hidden, MemoryStats | Distillation | Operands]:
-        """(y, statistics of the memory at the end of the row), for any t; with `measures` the
-        distances of every token instead of the statistics, of a `part` of a row its operands. A
-        `control` changes what is written."""
+    def remember(self, x: Hidden, t: Any, row: Row) -> tuple[Hidden, Found]:
+        """(y, statistics of the memory at the end of the row), for any t; of a row that `measures`
+        the distances of every token instead, of a `part` of a row its operands. Its `control`
+        changes what is written."""
         settings, length = self.settings, x.shape[1]
         check_parts(length, settings.chunk_size)
-        tokens, ids = self.tokens(x, t), segment_ids if settings.resets_at_document else None
+        tokens, ids = self.tokens(x, t), row.segment_ids if settings.resets_at_document else None
         segments = chunk_segments(ids, settings.chunk_size)
         chunks = jax.tree.map(lambda x: to_chunks(x, settings.chunk_size), tokens)
         convolved = self.convolved(chunks, segments)
         reads, writes = self.operands(convolved)
-        writes = controlled(writes, control)
+        writes = controlled(writes, row.control)
         memory = self.memory(reads.shape[1] * settings.chunk_size)
-        if part is not None:
+        if (part := row.part) is not None:
             document = None if ids is None else part.previous_segment
             prepared = memory.prepared(
                 reads, writes, segments, length=length, previous_segment=document
@@ -251,7 +241,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         if y.shape != (wanted := (*reads.shape[:3], x.shape[-1])):
             given = f"{type(memory).__name__}.read gives y {list(y.shape)} by row and chunk"
             raise UserError(f"{given}, and the layer needs {list(wanted)}")
-        if not measures:
+        if not row.measures:
             stats = self._stats(size, getattr(tokens, "beta", None))
             share = self._window_share(size, (convolved, writes, segments), length)
             return from_chunks(y, length), stats._replace(window_share=share)
@@ -328,12 +318,9 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
             writes = self.operands(self.convolved(chunks, None))[1]
             return tokens, jax.tree.map(lambda x: x[:, 0], writes)
 
-        def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-            return jnp.zeros((batch_size, self.look_back, *x.shape[2:]), x.dtype)
-
         tokens, writes = jax.eval_shape(one_chunk, x)
-        tail = jax.tree.map(zeros, tokens) if self.look_back else None
-        return InPlaceState(start_pieces(self.memory(size), batch_size, writes), tail)
+        chunks = start_pieces(self.memory(size), batch_size, writes)
+        return InPlaceState(chunks, no_tail(tokens, self.look_back))
 
     def extend(
         self, x: Hidden, piece: Piece, state: InPlaceState, student: Hidden | None = None
@@ -349,8 +336,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
             chunks = jax.tree.map(lambda x: to_chunks(x, size), tokens)
         else:
             lead, back = self.look_ahead, self.look_back
-            around = tokens if state.tail is None else after_tail(state.tail, tokens)
-            chunks = jax.tree.map(lambda x: x[:, None], around)
+            chunks = jax.tree.map(lambda x: x[:, None], after_tail(state.tail, tokens))
         # Only the positions whose writes are new, or look ahead into the piece.
         convolved = jax.tree.map(lambda x: x[:, :, back - lead :], self.convolved(chunks, None))
         reads, writes = (
@@ -362,8 +348,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         )
         if piece.is_plain is not None:
             y = jnp.where(piece.is_plain[:, None, None], self.plain(x), y)
-        if (tail := state.tail) is not None:
-            tail = inside_open_chunk(next_tail(tail, tokens, piece), piece, size)
+        tail = inside_open_chunk(next_tail(state.tail, tokens, piece), piece, size)
         return y, InPlaceState(open_chunk, tail)
 
     def frozen(self, state: InPlaceState) -> InPlaceState:
@@ -483,9 +468,9 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         return param(taps, ("taps", axis), is_operand=False)
 
 
-def controlled(writes: Any, control: Control | None) -> Any:
-    """The writes [B, C, L, ...] of a control. Shuffled keys, of writes that have `keys`, take one
-    cycle through the tokens of their chunk, so that none stays in its place."""
+def controlled(writes: Any, control: str | None) -> Any:
+    """The writes [B, C, L, ...] of a `Row.control`. Shuffled keys, of writes that have `keys`, take
+    one cycle through the tokens of their chunk, so that none stays in its place."""
     if control == "foreign":
         return jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), writes)
     if control == "shuffled":

@@ -338,6 +338,4 @@ _TYPES = ("ipttcdv9", "ipttcdv9_lowcopy", "ipttcdv8", "ipttcd")
 _FIXED = registry.ATTENTION_FIXED
 _REFERENCE = registry.Reference(_TYPES, _KEYS, _FIXED, _read, _write, has_switch=True)
 _BLOCK = functools.partial(dual_window_block, IPTTCDConfig)
-registry.register(
-    registry.Method("ipttcd", "IP-TTCD", _BLOCK, settings=MemoryConfig, reference=_REFERENCE)
-)
+registry.register(registry.Method("ipttcd", "IP-TTCD", _BLOCK, "fast", MemoryConfig, _REFERENCE))

@@ -351,6 +351,4 @@ _KEYS = (
 )
 _FIXED = {"lr_dim": 1, "lr_parameterization": "mamba"}
 _REFERENCE = registry.Reference(("lact",), _KEYS, _FIXED, _read, _write)
-registry.register(
-    registry.Method("lact", "LaCT", _block, "all", settings=LaCTMemoryConfig, reference=_REFERENCE)
-)
+registry.register(registry.Method("lact", "LaCT", _block, "all", LaCTMemoryConfig, _REFERENCE))

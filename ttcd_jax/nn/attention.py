@@ -137,9 +137,8 @@ class Attention(Mixer, config=AttentionConfig):
     def over_row(self, x: Hidden, row: Row, windows: Windows) -> list[Hidden]:
         """What attention adds to the stream, under each of these windows."""
         qkv, sinks = self.project(x, row.positions)
-        implementation = self.config.attention_implementation
-        seen = attend(*qkv, row.segment_ids, windows, implementation, sinks)
-        return [*map(self.project_out, seen)]
+        options = windows, self.config.attention_implementation, sinks
+        return [*map(self.project_out, attend(*qkv, row.segment_ids, *options))]
 
     def start(self, batch_size: int, max_length: int | None) -> KVCache:
         return start_cache(self.config, batch_size, max_length)
@@ -154,8 +153,8 @@ class Attention(Mixer, config=AttentionConfig):
         self, x: Hidden, piece: Piece, state: KVCache, windows: Windows
     ) -> tuple[list[Hidden], KVCache]:
         qkv, sinks = self.project(x, piece.positions(x.shape[1]))
-        implementation = self.config.attention_implementation
-        seen, state = attend_cached(*qkv, piece, state, windows, implementation, sinks)
+        options = windows, self.config.attention_implementation, sinks
+        seen, state = attend_cached(*qkv, piece, state, *options)
         return [*map(self.project_out, seen)], state
 
     def project(self, h: Hidden, positions: Int[Array, "B T"]) -> tuple[QKV, Sinks]:
@@ -183,12 +182,10 @@ def sinks_of(config: Heads, q: Float[Array, "B T N H"], positions: Int[Array, "B
     """The sinks of queries that are not rotated yet."""
     if not config.sink_tokens:
         return Sinks()
-    sinks = Sinks(config.sink_tokens, positions)
-    if config.sink_reach is None:
-        return sinks
-    return sinks._replace(
-        queries=rotate(q, jnp.minimum(positions, config.sink_reach - 1), config.rope)
-    )
+    queries = None
+    if config.sink_reach is not None:
+        queries = rotate(q, jnp.minimum(positions, config.sink_reach - 1), config.rope)
+    return Sinks(config.sink_tokens, positions, queries=queries)
 
 
 def _output(views: list[Hidden]) -> Output:

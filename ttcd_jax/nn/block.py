@@ -44,21 +44,15 @@ class SublayerConfig(Config, abc.ABC):
     has_teacher: ClassVar[Any] = False
     # Residual streams that come in; a teacher's and a student's are side by side.
     num_streams: ClassVar[Any] = 1
+    # Tokens per chunk of the layer's memory; None where nothing is written chunk by chunk.
+    chunk_size: ClassVar[Any] = None
+    # The parameter in which all writes of the layer's memory are linear, if there is one.
+    write_param: ClassVar[Any] = None
 
     @property
     def dims(self) -> Dims:
         """The sizes that the layer shares with its neighbors: its own, or those of its part."""
         return next(x for x in (self, *vars(self).values()) if isinstance(x, Dims))
-
-    @property
-    def chunk_size(self) -> int | None:
-        """Tokens per chunk of the layer's memory; None where nothing is written chunk by chunk."""
-        return None
-
-    @property
-    def write_param(self) -> str | None:
-        """The parameter in which all writes of the layer's memory are linear, if there is one."""
-        return None
 
     def build(self, *, rngs: nnx.Rngs) -> "Sublayer":
         return self.layer(self, rngs=rngs)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from ttcd_jax.config import Positive
 from ttcd_jax.nn.block import Dims, LayerState, Names, Output, Sublayer, SublayerConfig, Views
 from ttcd_jax.nn.linear import linear, normal_param
-from ttcd_jax.nn.row import Hidden, Piece, Row
+from ttcd_jax.nn.row import Hidden, Piece
 
 
 class MLPConfig(Dims, SublayerConfig):
@@ -53,12 +53,11 @@ class SwiGLU(Sublayer, config=MLPConfig):
     def __call__(self, x: Hidden) -> Hidden:
         return self.plain(x)
 
-    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, Any]:
+    def forward(self, x: Hidden, row: Any, student: Hidden | None = None) -> tuple[Output, Any]:
         y = self.plain(x)
         return (y if student is None else Views(y, self.plain(student))), None
 
     def extend(
         self, x: Hidden, piece: Piece, state: LayerState, student: Hidden | None = None
     ) -> tuple[Output, LayerState]:
-        y = self.plain(x)
-        return (y if student is None else Views(y, self.plain(student))), None
+        return self.forward(x, piece, student)

@@ -178,22 +178,20 @@ class Piece(NamedTuple):
         return jnp.arange(length) < self.lengths[:, None]
 
 
-def where_rows[Tree](mask: jax.Array, x: Tree, other: Tree | int) -> Tree:
-    """Every array of the tree x where `mask` is true, else of `other` (a like tree or a number);
+def where_rows[Tree](mask: jax.Array, x: Tree, *other: Tree) -> Tree:
+    """Every array of the tree x where `mask` is true, else of a like tree `other`, without one 0;
     the mask has the first axes of all arrays."""
 
-    def choose(x: jax.Array, other: jax.Array | int) -> jax.Array:
+    def choose(x: jax.Array, other: jax.Array | int = 0) -> jax.Array:
         return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), x, other)
 
-    if isinstance(other, int):
-        return jax.tree.map(lambda x: choose(x, other), x)
-    return jax.tree.map(choose, x, other)
+    return jax.tree.map(choose, x, *other)
 
 
 def zero_padding[Tree](tree: Tree, piece: Piece) -> Tree:
     """Arrays [B, T, ...] with the padding of a piece set to zero."""
     length = jax.tree.leaves(tree)[0].shape[1]
-    return where_rows(piece.is_token(length), tree, 0)
+    return where_rows(piece.is_token(length), tree)
 
 
 def scatter(buffer: jax.Array, new: jax.Array, slots: Int[Array, "B T"]) -> jax.Array:
@@ -211,17 +209,26 @@ def scatter_from(
     return scatter(buffer, new, jnp.where(is_kept, slots, buffer.shape[1]))
 
 
-def after_tail[Tree](tail: Tree, x: Tree) -> Tree:
-    """Arrays [B, T, ...] preceded by the tail, for a causal convolution."""
+def no_tail[Tree](like: Tree, size: int) -> Tree | None:
+    """Of arrays [B, T, ...] the zeros [B, size, ...] before a row, at which a causal convolution
+    looks back; None without one."""
+    zeros = jax.tree.map(lambda x: jnp.zeros((len(x), size, *x.shape[2:]), x.dtype), like)
+    return zeros if size else None
+
+
+def after_tail[Tree](tail: Tree | None, x: Tree) -> Tree:
+    """Arrays [B, T, ...] preceded by the tail."""
+    if tail is None:
+        return x
     return jax.tree.map(lambda tail, x: jnp.concatenate([tail, x], axis=1), tail, x)
 
 
-def next_tail[Tree](tail: Tree, x: Tree, piece: Piece) -> Tree:
-    """The tail [B, R - 1, ...] after the piece, of every array of a tree."""
+def next_tail[Tree](tail: Tree | None, x: Tree, piece: Piece) -> Tree | None:
+    """The tail after the piece."""
 
     def newest(tail: jax.Array, around: jax.Array) -> jax.Array:
         return jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, tail.shape[1]))(
             around, piece.lengths
         )
 
-    return jax.tree.map(newest, tail, after_tail(tail, x))
+    return None if tail is None else jax.tree.map(newest, tail, after_tail(tail, x))
