@@ -111,9 +111,8 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
             z_out = {"teacher": teacher, "teacher_raw": z[p], "student": student}[settings.output]
             key = _unit(student) if settings.normalizes_keys else student
             near = z_s if has_gap else z
-            features = teacher, convolved(near, "student_conv", p), z[p], near[p]
-            error = _made(settings, params, *features)
-            error = _unit(error) if settings.normalizes_errors else error
+            seen = convolved(near, "student_conv", p)
+            error = _made(settings, params, teacher, seen, z[p], near[p])
             view = {"student": t, "teacher": x}[settings.gate][p]
             gate = (view @ params["rate"]) if "rate" in params else jnp.inf
             error = (rate := 1 / (1 + jnp.exp(-gate))) * error
@@ -148,12 +147,11 @@ def in_place_reads(settings, params, x, t, ids, has_gap=True) -> tuple[list[Read
 
 
 def _made(settings, params, teacher, student, z, z_s):
-    """The error before norm, gate and P."""
-    if settings.error == "learned":
-        return z @ params["value"]
+    """The error before gate and P."""
     found = {"difference": teacher - student, "gap": z - z_s}
-    found |= {"teacher": teacher, "student": student}
-    return found[settings.error] @ params["down"]
+    found |= {"teacher": teacher, "student": student, "learned": z}
+    error = found[settings.error] @ params["value" if settings.error == "learned" else "down"]
+    return _unit(error) if settings.normalizes_errors else error
 
 
 def conv_at(settings, document, vectors, taps, p):

@@ -131,7 +131,7 @@ def test_keys_of_the_delta_rule_can_start_at_the_token_before(float64):
         checks.assert_same(getattr(layer, f"{name}_conv")[...], expected)
     (h,) = checks.draw(1, (1, T, D))
     h = h.at[:, -1].set(h[:, 5])  # token 6 followed it
-    query, writes = layer._operands(h, layer.channels(layer._project(h), None))
+    query, writes = layer._operands(h, layer._convolved(layer._project(h), None))
     overlaps = jnp.einsum("BNH,BSNH->SN", query[:, -1], writes.k)
     assert overlaps.argmax(axis=0).tolist() == [6, 6]
     checks.assert_close(overlaps[6], jnp.ones(2), 1e-4)

@@ -97,10 +97,14 @@ def _content(path: Path, key: str) -> dict[str, np.ndarray]:
 
 
 def _answers(arrays: dict[str, np.ndarray]) -> dict[int, list[Answer]]:
-    """Those whose arrays are named BATCH/ROW/INDEX."""
-    found: dict[int, dict[int, Answer]] = {}
+    """Those whose arrays are named BATCH/ROW/INDEX. Raises `ValueError` where one is missing."""
+    found: dict[int, list[Answer]] = {}
     for name in sorted(arrays, key=lambda name: [*map(int, name.split("/"))]):
-        batch, row, _ = map(int, name.split("/"))
-        answers = found.setdefault(batch, {})
-        answers[row] = (*answers.get(row, ()), arrays[name])
-    return {batch: [*answers.values()] for batch, answers in found.items()}
+        batch, row, index = map(int, name.split("/"))
+        answers = found.setdefault(batch, [])
+        if index == 0:
+            answers.append(())
+        if (row, index) != (len(answers) - 1, len(answers[-1])):
+            raise ValueError(f"{name} without those before it")
+        answers[-1] = (*answers[-1], arrays[name])
+    return found
