@@ -78,7 +78,7 @@ smollm2: $(SMOLLM2) ## a real pretrained model: import it, an answer, a perplexi
 
 stream: $(SMOLLM2) .venv/books ## what context distillation is, on that model: nothing is trained
 	$(EVALUATE) --run_dir=$(SMOLLM2) --task=stream --text=.venv/books --max_documents=4 --start=20000 \
-	  --length=2048 --window=128 --layer=24
+	  --length=2048 --window=128 --layer=26 --rate=0.6
 
 SEED := 0
 CONTINUED := runs/continued-$(SEED)
