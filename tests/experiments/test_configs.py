@@ -85,6 +85,7 @@ SAID = {
     " + delta rule": ("delta", "delta rule"),
     " + decay": ("forgetting", "that forgets"),
     ", errors of the teacher alone": ("teacher", "view"),
+    ", learned values": ("learned", "learned values"),
     ", eta = 0": ("eta0", "writes nothing"),
     ", no gap": ("no_gap", "equal windows"),
     ", frozen": ("frozen", "student alone"),
@@ -96,12 +97,14 @@ def test_label_name_and_first_line_of_a_recipe_say_what_it_is(name):
     model, stem = recipe(name).model, Path(name).stem
     first, memory = (CONFIG_DIR / name).read_text().splitlines()[0], model.settings
     facts = {x: getattr(memory, x, None) for x in ("eta", "corrects_errors", "half_lives")}
-    is_distilled, is_off = model.method.startswith("ipttcd"), facts["eta"] == 0
+    error, is_off = getattr(memory, "error", None), facts["eta"] == 0
+    is_distilled = model.method.startswith("ipttcd") and error != "learned"
     is_frozen = getattr(memory, "is_frozen", False)
     is_said = {
         " + delta rule": bool(facts["corrects_errors"]) and not is_off,
         " + decay": bool(facts["half_lives"]) and not is_off,
-        ", errors of the teacher alone": getattr(memory, "error", None) == "teacher",
+        ", errors of the teacher alone": error == "teacher",
+        ", learned values": error == "learned",
         ", eta = 0": is_off,
         ", no gap": is_distilled and not is_frozen and model.window == model.student_window,
         ", frozen": is_frozen,

@@ -126,9 +126,12 @@ class IPTTCDConfig(in_place.InPlaceConfig):
         "b_proj": ("rate", "same"),
         "ttt_value.weight": ("value", "linear"),  # not in the reference
     }
-    has_teacher: ClassVar[bool] = True
 
     memory: MemoryConfig = MemoryConfig()
+
+    @property
+    def has_teacher(self) -> bool:
+        return self.memory.error != "learned"
 
     @property
     def write_param(self) -> str | None:
