@@ -51,8 +51,8 @@ for _rank, _folder in enumerate(ORDER):
 MAY_IMPORT["ttcd_jax/commands"] += ("experiments.studies",)  # `report` alone
 # The files that alone may import a package.
 IMPORTED_IN = {
-    "experiments.studies": ("experiments/", "ttcd_jax/commands/report.py", "tests/"),
-    "experiments": ("experiments/", "ttcd_jax/commands/report.py", "tests/"),
+    "experiments.studies": ("experiments/", "ttcd_jax/commands/report/", "tests/"),
+    "experiments": ("experiments/", "ttcd_jax/commands/report/", "tests/"),
     "tests": ("experiments/", "tests/"),
     "gin": ("ttcd_jax/run/bindings.py",),
     "ttcd_jax.train.loop": ("ttcd_jax/run/", "experiments/", "tests/"),

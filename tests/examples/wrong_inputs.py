@@ -73,7 +73,7 @@ CASES = [
     ("tokens are float32 [2, 4]|int [B, T]", MODEL, TOKENS / 2),
     ("tokens are int32 [4]|int [B, T]", MODEL, TOKENS[0]),
     ("tokens are a list|int [B, T]", MODEL, [[1, 2]]),
-    ("token ids are float32|integers", read, prefill, TOKENS / 2),
+    ("tokens are float32 [2, 4]|int [2, T]", read, prefill, TOKENS / 2),
     ("tokens are float32 [2]|int [2]", read, decode, TOKENS[:, 0] / 2),
     ("tokens [2, 1]|no next token", next_token_loss, MODEL, TOKENS[:, :1]),
 ]

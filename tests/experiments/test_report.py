@@ -8,7 +8,7 @@ from checks import refused
 from ttcd_kernels import measure
 
 from experiments.studies.kernels import runner
-from ttcd_jax.commands.report import write_report
+from ttcd_jax.commands.report.sections import write_report
 from ttcd_jax.errors import DataError
 
 
