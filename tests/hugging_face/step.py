@@ -1,4 +1,4 @@
-"""Milliseconds of a training step in PyTorch, eager and compiled, of a model with a published sum that was exported.
+"""Milliseconds of a training step in PyTorch, eager and compiled, of an exported published sum.
 
     python step.py FOLDER [ROWS TOKENS ROUNDS]   with torch and transformers
 
