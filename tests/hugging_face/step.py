@@ -44,7 +44,7 @@ def together(mlp, x, t, past):
 def main(folder, rows="8", tokens="512", rounds="7"):
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     ids = torch.randint(model.config.vocab_size, (int(rows), int(tokens) + 1))
-    parts, ids = model.model, ids.clone()
+    parts = model.model
 
     def loss_of(ids):
         states, _ = parts._read(parts.embed_tokens(ids[:, :-1]), 0, None, False, False)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from ttcd_jax import units
 from ttcd_jax.data.tokenizer import Tokenizer
@@ -398,7 +398,9 @@ def _padded(rows: Rows, num_rows: int, length: int | None = None) -> tuple[np.nd
 
 
 @jax.jit
-def _piece_scores(model: InferenceModel, hidden: jax.Array, targets: jax.Array) -> Any:
+def _piece_scores(
+    model: InferenceModel, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
+) -> tuple[jax.Array, jax.Array]:
     return token_scores(hidden, head_weight(model), targets)
 
 

@@ -42,7 +42,13 @@ class Memory[Writes, State, Prepared](abc.ABC):
 
     @abc.abstractmethod
     def prepared(
-        self, reads: Array, writes: Writes, segments: Any, *, length: int, previous_segment: Any
+        self,
+        reads: Float[Array, "B ..."],
+        writes: Writes,
+        segments: Int[Array, "B ..."] | None,
+        *,
+        length: int,
+        previous_segment: Int[Array, " B"] | None,
     ) -> Prepared:
         """The input of `row`: operands of reads and writes with their documents.
         `previous_segment`: the document that the state before the row belongs to."""

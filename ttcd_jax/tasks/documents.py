@@ -49,15 +49,7 @@ class FinalBlock(DocumentTask[BlockLoss]):
     sentence = "Every point is the perplexity of the same tokens, after more of the same document."
     shaping = ("contexts", "final_block")
 
-    contexts: _Contexts = (
-        1024,
-        2048,
-        4096,
-        8192,
-        16384,
-        24576,
-        30720,
-    )
+    contexts: _Contexts = (1024, 2048, 4096, 8192, 16384, 24576, 30720)
     final_block: Positive = 1024
     seq_len: Positive = 32768
     token_budget: Positive = 20_000_000
