@@ -1,0 +1,93 @@
+"""IP-TTCD that writes other combinations of the two views.
+
+    python -m experiments.study --import=experiments.studies.gap_values --gin=study/gap_values.gin
+
+`ipttcd_shared_taps` has the teacher's taps in both views, e = conv_T(feat(x) - feat(t)).
+`ipttcd_less_mean` writes errors less their mean over the chunk. `ipttcd_two_values` writes under
+the key of equal windows both their value and the gap, with a scale s [F], from 1:
+
+    e = conv_T(feat(x)) - conv_S(feat(x)) + s (feat(x) - feat(t)),  k = conv_S(feat(x))
+"""
+
+import functools
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from ttcd_kernels.short_conv import short_conv
+
+from ttcd_jax.axes import param
+from ttcd_jax.memory.prefix import Writes
+from ttcd_jax.methods.ipttcd import (
+    IPTTCDMLP,
+    Convolved,
+    Features,
+    IPTTCDConfig,
+    MemoryConfig,
+    dual_window_block,
+)
+from ttcd_jax.methods.registry import Method, register
+
+type Segments = Int[Array, "B C L"] | None
+
+
+class SharedTapsConfig(IPTTCDConfig):
+    pass
+
+
+class LessMeanConfig(IPTTCDConfig):
+    pass
+
+
+class TwoValuesConfig(SharedTapsConfig):
+    pass
+
+
+class SharedTapsMLP(IPTTCDMLP, config=SharedTapsConfig):
+    def gap(self, tokens: Features, segments: Segments) -> Float[Array, "B C L F"]:
+        gap, is_causal = tokens.teacher - tokens.student, self.settings.is_conv_causal
+        return short_conv(gap, self._taps()[0], is_causal=is_causal, segment_ids=segments)
+
+    def convolved(self, tokens: Features, segments: Segments) -> Convolved:
+        _, _, z_target, keys = super().convolved(tokens, segments)
+        return tokens, self.gap(tokens, segments), z_target, keys
+
+    def without_gap(self, convolved: Convolved, segments: Segments) -> Writes:
+        tokens, difference, z_target, keys = convolved
+        return self.operands((tokens, difference - self.gap(tokens, segments), z_target, keys))[1]
+
+
+class TwoValuesMLP(SharedTapsMLP, config=TwoValuesConfig):
+    def __init__(self, config: IPTTCDConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
+        ones = jnp.ones(config.mlp.hidden_dim, config.mlp.precision.param_dtype)
+        self.gap_scale = param(ones, ("mlp",))
+
+    def gap(self, tokens: Features, segments: Segments) -> Float[Array, "B C L F"]:
+        gap = tokens.teacher - tokens.student
+        return gap * self.gap_scale[...].astype(gap.dtype)
+
+    def convolved(self, tokens: Features, segments: Segments) -> Convolved:
+        equal = tokens._replace(student=tokens.teacher)
+        _, difference, z_target, keys = IPTTCDMLP.convolved(self, equal, segments)
+        return tokens, difference + self.gap(tokens, segments), z_target, keys
+
+
+class LessMeanMLP(IPTTCDMLP, config=LessMeanConfig):
+    def operands(self, convolved: Convolved) -> tuple[Float[Array, "B C L F"], Writes]:
+        tokens, beta = convolved[0], convolved[0].beta
+        reads, writes = super().operands((tokens._replace(beta=None), *convolved[1:]))
+        errors = writes.errors - writes.errors.mean(-2, keepdims=True)
+        if beta is not None:
+            errors = errors * beta[..., None]
+        rate = beta if self.settings.corrects_errors else None
+        return reads, writes._replace(errors=errors, rate=rate)
+
+
+for name, label, config in (
+    ("ipttcd_shared_taps", "IP-TTCD of shared taps", SharedTapsConfig),
+    ("ipttcd_less_mean", "IP-TTCD less the mean", LessMeanConfig),
+    ("ipttcd_two_values", "IP-TTCD of two values", TwoValuesConfig),
+):
+    block = functools.partial(dual_window_block, config)
+    register(Method(name, label, block, settings=MemoryConfig))

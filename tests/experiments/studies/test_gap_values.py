@@ -1,0 +1,76 @@
+"""Other combinations of the views, against their definitions."""
+
+import importlib
+
+import jax
+import numpy as np
+import pytest
+from checks import assert_close, draw
+from flax import nnx
+
+from ttcd_jax import MemoryConfig
+from ttcd_jax.methods.ipttcd import IPTTCDConfig
+from ttcd_jax.methods.registry import METHODS
+from ttcd_jax.nn.mlp import MLPConfig
+
+
+@pytest.fixture(scope="module")
+def study():
+    """The module, whose methods no other test knows."""
+    before = {*METHODS}
+    yield importlib.import_module("experiments.studies.gap_values")
+    for name in {*METHODS} - before:
+        del METHODS[name]
+
+
+def _layer(config, **changes):
+    memory = MemoryConfig(chunk_size=4, corrects_errors=True, teacher_conv_init="normal")
+    mlp = MLPConfig(dim=6, hidden_dim=8, init_std=0.5)
+    return config.layer(config(mlp=mlp, memory=memory.replace(**changes)), rngs=nnx.Rngs(0))
+
+
+def _written(layer, x, t):
+    """(tokens, writes, writes of equal windows) of one chunk."""
+    tokens = jax.tree.map(lambda x: x[:, None], layer.tokens(x, t))
+    convolved = layer.convolved(tokens, None)
+    return tokens, layer.operands(convolved)[1], layer.without_gap(convolved, None)
+
+
+def _through(layer, values, beta):
+    return beta[..., None] * (values @ layer.down[...] @ layer.proj[...])
+
+
+def test_shared_taps_convolve_the_gap_and_leave_the_keys(study):
+    x, t, taps = draw(1, (1, 4, 6), (1, 4, 6), (5, 8))
+    plain, layer = _layer(IPTTCDConfig), _layer(study.SharedTapsConfig)
+    for some in (plain, layer):
+        some.teacher_conv[...] = taps
+    tokens, writes, free = _written(layer, x, t)
+    gap = np.asarray(tokens.teacher - tokens.student)[0, 0]
+    moved = [sum(taps[4 - n] * gap[i - n] for n in range(min(i, 4) + 1)) for i in range(4)]
+    assert_close(writes.errors[0, 0], _through(layer, np.stack(moved), tokens.beta[0, 0]), 1e-5)
+    assert_close(writes.keys, _written(plain, x, t)[1].keys, 1e-6)
+    assert_close(free.errors, np.zeros_like(free.errors), 1e-6)
+
+
+def test_two_values_are_that_of_equal_windows_and_the_scaled_gap_under_one_key(study):
+    x, t, scale = draw(1, (1, 4, 6), (1, 4, 6), (8,))
+    plain, layer = _layer(IPTTCDConfig), _layer(study.TwoValuesConfig)
+    layer.gap_scale[...] = scale
+    tokens, writes, free = _written(layer, x, t)
+    equal_tokens, equal, _ = _written(plain, x, x)
+    equal_values = equal.errors / equal_tokens.beta[..., None]
+    gap = _through(layer, scale * (tokens.teacher - tokens.student), tokens.beta)
+    assert_close(writes.errors, tokens.beta[..., None] * equal_values + gap, 1e-5)
+    assert_close(free.errors, tokens.beta[..., None] * equal_values, 1e-5)
+    assert_close(writes.keys, equal.keys, 1e-6)
+
+
+def test_errors_less_their_mean_add_up_to_zero_before_the_gate(study):
+    x, t = draw(1, (1, 4, 6), (1, 4, 6))
+    tokens, plain, _ = _written(_layer(IPTTCDConfig), x, t)
+    _, writes, _ = _written(_layer(study.LessMeanConfig), x, t)
+    beta = tokens.beta[..., None]
+    errors = plain.errors / beta
+    assert_close(writes.errors, beta * (errors - errors.mean(-2, keepdims=True)), 1e-5)
+    assert_close(writes.rate, plain.rate, 0)
