@@ -84,6 +84,8 @@ LOCKS = ALL | {"glob": "**/[abl]*"}
         (["train/b.txt", "train/a.txt", "validation/c.txt"], {}, ["a.txt", "b.txt"], ["c.txt"]),
         (["train/a.txt", "train/b.md", "validation/c.md"], {"glob": "*.md"}, ["b.md"], ["c.md"]),
         (["x/2.txt", "x/0.txt", "1.txt"], HOLD_OUT, ["1.txt", "x/0.txt"], ["x/2.txt"]),
+        (["a.txt", "._a.txt", ".checkpoints/a.txt"], ALL, ["a.txt"], []),
+        (["a.txt", ".b/c.txt"], ALL | {"glob": ".b/*.txt"}, [".b/c.txt"], []),
         # Runs, sweeps and studies are no text; a lock may be left among text.
         (RUN, LOCKS, ["a.txt", "x/b.txt", "x/lock"], []),
         (RUN | {"x/config.json": "{}"}, LOCKS, ["a.txt"], []),

@@ -135,6 +135,7 @@ def test_results_are_written_read_and_reported(toy, result, tmp_path):
     assert section.title == toy.title
     words = "no task has losses of both |: name two of mine, fast weights on, mine, off"
     refused(words, task_sections, {"mine": [result]}, tmp_path, [*result.series])
+    refused("both a and b: evaluate the runs first", task_sections, {"x": []}, tmp_path, "ab")
     losses = {name: records[0].loss for name, records in result.series.items()}
     less = {
         "mine, on - off": f"{losses['mine, fast weights on'] - losses['mine, off (eta = 0)']:+.3f}"

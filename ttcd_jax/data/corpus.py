@@ -44,10 +44,10 @@ class CorpusConfig(Config):
 
     `kind`: the source of Python's standard library, or the text at `path`. It is a plain file, a
     file of many documents with their text in `field`, or a folder of the files that match `glob`,
-    without run directories. Of a plain file the last `validation_percent` percent are held out. The
-    folders `train/` and `validation/` are the splits of a folder; without them the last
-    `validation_files`, by name, are held out. If that is 0, and in a file of many, a hash of the
-    documents' names chooses.
+    without run directories and hidden files. Of a plain file the last `validation_percent` percent
+    are held out. The folders `train/` and `validation/` are the splits of a folder; without them
+    the last `validation_files`, by name, are held out. If that is 0, and in a file of many, a hash
+    of the documents' names chooses.
     """
 
     kind: Literal["stdlib", "text"] = "stdlib"
@@ -264,19 +264,22 @@ def _folder_files(root: Path, part: str, glob: str) -> dict[str, Path]:
 
 
 def _files(folder: Path, glob: str) -> dict[str, Path]:
-    """The matching files outside run directories by relative name, sorted."""
+    """The matching files outside run directories by relative name, sorted; hidden ones, those of
+    editors and file managers, if `glob` names one."""
 
     @functools.cache
     def is_in_run(part: PurePath) -> bool:
         return _is_run(folder / part) or (part != part.parent and is_in_run(part.parent))
 
     depth = len(folder.parts)  # `relative_to` is slow
-    # Of links to nothing, the locks of editors (.#name) are passed over, others an error to read.
+    # A link to nothing is an error to read.
     found = (
         PurePath(*path.parts[depth:])
         for path in folder.glob(glob)
-        if path.is_file() or (path.is_symlink() and not path.exists() and path.name[0] != ".")
+        if path.is_file() or (path.is_symlink() and not path.exists())
     )
+    if not any(part.startswith(".") for part in PurePath(glob).parts):
+        found = (name for name in found if not any(part[0] == "." for part in name.parts))
     kept = sorted(name.as_posix() for name in found if not is_in_run(name.parent))
     return {name: folder / name for name in kept}
 

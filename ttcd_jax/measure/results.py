@@ -294,7 +294,8 @@ def task_sections(
             sections += headroom_sections(task, task.title, [whole.series], between)
     if between and len(sections) == len(wholes):
         both, labels = " and ".join(between), {x: None for whole in wholes for x in whole.series}
-        raise UserError(f"no task has losses of both {both}: name two of {', '.join(labels)}")
+        remedy = f"name two of {', '.join(labels)}" if labels else "evaluate the runs first"
+        raise UserError(f"no task has losses of both {both}: {remedy}")
     return sections
 
 
