@@ -15,7 +15,7 @@ from tiny_run import save_text_model
 
 from ttcd_jax import MemoryConfig, OptimizerConfig, Precision, RunConfig
 from ttcd_jax.data.sources import TextConfig
-from ttcd_jax.data.tokenizer import TokenizerConfig, train_tokenizer
+from ttcd_jax.data.tokenizer import TokenizerConfig, bytes_as_json, train_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.run import build
@@ -172,6 +172,9 @@ def test_text_of_another_tokenizer_is_refused_unless_the_embedding_is_dropped(tm
     words = "run' has learned tokens of bytes, |other.json: set TokenizerConfig.kind = 'byte'"
     refused(words, plan_start, config)
     assert plan_start(config.replace(start_drops=("embedding",))).initialised == ("embedding",)
+    # An export of bytes has them as a file, and an import of that goes on with bytes.
+    (tmp_path / "other.json").write_text(bytes_as_json())
+    assert plan_start(config).initialised == ()
 
 
 def test_what_is_left_over_or_has_another_shape_is_refused_unless_allowed_by_name(run_of):

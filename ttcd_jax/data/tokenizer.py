@@ -15,6 +15,7 @@ import numpy as np
 import tokenizers
 from absl import logging
 from numpy.typing import ArrayLike
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from ttcd_jax import storage, units
 from ttcd_jax.allocation import host_bytes
@@ -97,6 +98,24 @@ class ByteTokenizer:
         return (np.asarray(ids, np.int32) < 256).astype(np.int32)
 
 
+@functools.cache
+def bytes_as_json() -> str:
+    """`ByteTokenizer` as a `tokenizer.json`: byte-level BPE without merges, bos before a text."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [x for x in range(256) if x not in visible]
+    letters = {chr(x): x for x in visible} | {chr(256 + i): x for i, x in enumerate(hidden)}
+    bos, eos = BOS_NAMES[0], EOS_NAMES[0]
+    special = {bos: ByteTokenizer.bos_id, eos: ByteTokenizer.eos_id}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=letters | special, merges=[]))
+    tokenizer.add_special_tokens([bos, eos])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, special[bos])]
+    )
+    return tokenizer.to_str(pretty=True)
+
+
 class JsonTokenizer:
     """The tokenizer of a Hugging Face `tokenizer.json`, with the interface of `ByteTokenizer`.
     Raises `DataError` for a file that is missing or damaged or lacks bos or eos, `encode` for bytes
@@ -112,9 +131,11 @@ class JsonTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(source))
         # A file may carry the truncation and padding of its last use; documents here are whole.
         source |= {"truncation": None, "padding": None}
-        self.digest = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.digest = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()
+        if self._is_of_bytes():
+            self.digest = ByteTokenizer.digest
         # Text that spells a special token stays text, so only packing marks where documents end.
         self._tokenizer.encode_special_tokens = True
         self._has_plain_text = source.get("normalizer") in (None, {"type": "NFC"}, _NO_NORMALIZER)
@@ -125,6 +146,12 @@ class JsonTokenizer:
         self.stop_ids, self.adds_bos = config.stop_ids, config.adds_bos
         if self.vocab_size > _MOST_IDS:
             raise DataError(f"{path} has id {self.vocab_size - 1:,}, ids end at {_MOST_IDS - 1:,}")
+
+    def _is_of_bytes(self) -> bool:
+        """Whether it is the file of an export of the byte tokenizer, whose ids these are."""
+        if self._tokenizer.get_vocab_size() != ByteTokenizer.vocab_size:
+            return False
+        return tokenizers.Tokenizer.from_str(bytes_as_json()).to_str() == self._tokenizer.to_str()
 
     def _special(self, role: str, chosen: int | None, names: tuple[str, ...], path: Path) -> int:
         found = (chosen, *map(self._tokenizer.token_to_id, names))

@@ -10,10 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
-
-from ttcd_jax.data.tokenizer import BOS_NAMES, EOS_NAMES, TEXT_FILES, ByteTokenizer, Tokenizer
+from ttcd_jax.data.tokenizer import (
+    BOS_NAMES,
+    EOS_NAMES,
+    TEXT_FILES,
+    ByteTokenizer,
+    Tokenizer,
+    bytes_as_json,
+)
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import parse_json
 from ttcd_jax.interop.checkpoint import Format, as_json, exported, open_checkpoint
@@ -299,7 +303,7 @@ def text_files(tokenizer: Tokenizer, stored: Mapping[str, str]) -> dict[str, str
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if ends[1:] else ends[0]}
     files["generation_config.json"] = as_json(ids | {"pad_token_id": ends[0]})
     if isinstance(tokenizer, ByteTokenizer):
-        files["tokenizer.json"], bos, eos = _byte_tokenizer(), BOS_NAMES[0], EOS_NAMES[0]
+        files["tokenizer.json"], bos, eos = bytes_as_json(), BOS_NAMES[0], EOS_NAMES[0]
     else:
         bos, eos = (tokenizer.token(x) for x in (tokenizer.bos_id, tokenizer.eos_id))
     named = {"bos_token": bos, "eos_token": eos, "tokenizer_class": _TOKENIZER, "pad_token": eos}
@@ -308,20 +312,3 @@ def text_files(tokenizer: Tokenizer, stored: Mapping[str, str]) -> dict[str, str
         named = parse_json(text.encode(), Path(_NAMES))
         named["pad_token"] = named.get("pad_token") or named.get("eos_token") or eos
     return files | dict(stored) | {_NAMES: as_json(named)}
-
-
-def _byte_tokenizer() -> str:
-    """`ByteTokenizer` as a `tokenizer.json`: byte-level BPE without merges, bos before a text."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [x for x in range(256) if x not in visible]
-    letters = {chr(x): x for x in visible} | {chr(256 + i): x for i, x in enumerate(hidden)}
-    bos, eos = BOS_NAMES[0], EOS_NAMES[0]
-    special = {bos: ByteTokenizer.bos_id, eos: ByteTokenizer.eos_id}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=letters | special, merges=[]))
-    tokenizer.add_special_tokens([bos, eos])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, special[bos])]
-    )
-    return tokenizer.to_str(pretty=True)
