@@ -7,6 +7,9 @@
 the key of equal windows both their value and the gap, with a scale s [F], from 1:
 
     e = conv_T(feat(x)) - conv_S(feat(x)) + s (feat(x) - feat(t)),  k = conv_S(feat(x))
+
+`ipttcd_value_and_teacher` and `ipttcd_value_and_student` are its controls, with feat(x) alone and
+-feat(t) alone in place of the gap, under the same gate.
 """
 
 import functools
@@ -43,6 +46,14 @@ class TwoValuesConfig(SharedTapsConfig):
     pass
 
 
+class ValueAndTeacherConfig(TwoValuesConfig):
+    pass
+
+
+class ValueAndStudentConfig(TwoValuesConfig):
+    pass
+
+
 class SharedTapsMLP(IPTTCDMLP, config=SharedTapsConfig):
     def gap(self, tokens: Features, segments: Segments) -> Float[Array, "B C L F"]:
         gap, is_causal = tokens.teacher - tokens.student, self.settings.is_conv_causal
@@ -63,14 +74,27 @@ class TwoValuesMLP(SharedTapsMLP, config=TwoValuesConfig):
         ones = jnp.ones(config.mlp.hidden_dim, config.mlp.precision.param_dtype)
         self.gap_scale = param(ones, ("mlp",))
 
+    def second(self, tokens: Features) -> Float[Array, "B C L F"]:
+        return tokens.teacher - tokens.student
+
     def gap(self, tokens: Features, segments: Segments) -> Float[Array, "B C L F"]:
-        gap = tokens.teacher - tokens.student
-        return gap * self.gap_scale[...].astype(gap.dtype)
+        second = self.second(tokens)
+        return second * self.gap_scale[...].astype(second.dtype)
 
     def convolved(self, tokens: Features, segments: Segments) -> Convolved:
         equal = tokens._replace(student=tokens.teacher)
         _, difference, z_target, keys = IPTTCDMLP.convolved(self, equal, segments)
         return tokens, difference + self.gap(tokens, segments), z_target, keys
+
+
+class ValueAndTeacherMLP(TwoValuesMLP, config=ValueAndTeacherConfig):
+    def second(self, tokens: Features) -> Float[Array, "B C L F"]:
+        return tokens.teacher
+
+
+class ValueAndStudentMLP(TwoValuesMLP, config=ValueAndStudentConfig):
+    def second(self, tokens: Features) -> Float[Array, "B C L F"]:
+        return -tokens.student
 
 
 class LessMeanMLP(IPTTCDMLP, config=LessMeanConfig):
@@ -88,6 +112,8 @@ for name, label, config in (
     ("ipttcd_shared_taps", "IP-TTCD of shared taps", SharedTapsConfig),
     ("ipttcd_less_mean", "IP-TTCD less the mean", LessMeanConfig),
     ("ipttcd_two_values", "IP-TTCD of two values", TwoValuesConfig),
+    ("ipttcd_value_and_teacher", "IP-TTCD, value and teacher", ValueAndTeacherConfig),
+    ("ipttcd_value_and_student", "IP-TTCD, value and student", ValueAndStudentConfig),
 ):
     block = functools.partial(dual_window_block, config)
     register(Method(name, label, block, settings=MemoryConfig))
