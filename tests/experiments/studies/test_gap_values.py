@@ -64,6 +64,16 @@ def test_two_values_are_that_of_equal_windows_and_the_scaled_gap_under_one_key(s
     assert_close(writes.errors, tokens.beta[..., None] * equal_values + gap, 1e-5)
     assert_close(free.errors, tokens.beta[..., None] * equal_values, 1e-5)
     assert_close(writes.keys, equal.keys, 1e-6)
+    terms = {
+        study.ValueAndTeacherConfig: tokens.teacher,
+        study.ValueAndStudentConfig: -tokens.student,
+    }
+    for config, term in terms.items():
+        layer = _layer(config)
+        layer.gap_scale[...] = scale
+        _, alone, _ = _written(layer, x, t)
+        second = _through(layer, scale * term, tokens.beta)
+        assert_close(alone.errors, tokens.beta[..., None] * equal_values + second, 1e-5)
 
 
 def test_errors_less_their_mean_add_up_to_zero_before_the_gate(study):
