@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -131,7 +132,18 @@ def test_machines_without_a_disk_in_common_train_into_a_bucket(whole, start, tex
         machines = [{"TTCD_JAX_BUCKETS": str(tmp_path / x)} | store.environment() for x in "ab"]
         flags = [_flags("s3://bucket/run", text) for text in texts]
         part = "bucket/run/checkpoints/12/params/ocdbt.process_1"
-        store.fault = lambda method, name: 403 if method == "PUT" and part in name else None
+        other = part.replace("params", "train") + "/"
+
+        def refused(method: str, name: str) -> int | None:
+            if method != "PUT" or part not in name:
+                return None
+            for _ in range(100):  # until something of the step is there
+                if store.names(other):
+                    break
+                time.sleep(0.05)
+            return 403
+
+        store.fault = refused
         short = [[*x, "--hang_seconds=10"] for x in flags]
         first, second = start("launch", short, 2, machines)
         _, error = _end(second, CheckpointError.exit_code)
@@ -142,7 +154,7 @@ def test_machines_without_a_disk_in_common_train_into_a_bucket(whole, start, tex
         _, error = _end(first, PEER_LOST)
         assert "another process was lost" in error
         store.fault = lambda method, name: None
-        assert store.names("bucket/run/checkpoints/12/train/ocdbt.process_1/")
+        assert store.names(other)
         store.objects.pop("bucket/run/lock", None)  # as if a minute had passed
         name = next(
             x for x in store.names("bucket/") if "checkpoints/8/train/ocdbt.process_1/d" in x
