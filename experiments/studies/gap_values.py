@@ -65,7 +65,9 @@ class SharedTapsMLP(IPTTCDMLP, config=SharedTapsConfig):
 
     def without_gap(self, convolved: Convolved, segments: Segments) -> Writes:
         tokens, difference, z_target, keys = convolved
-        return self.operands((tokens, difference - self.gap(tokens, segments), z_target, keys))[1]
+        equal = tokens._replace(student=tokens.teacher)
+        difference += self.gap(equal, segments) - self.gap(tokens, segments)
+        return self.operands((equal, difference, z_target, keys))[1]
 
 
 class TwoValuesMLP(SharedTapsMLP, config=TwoValuesConfig):

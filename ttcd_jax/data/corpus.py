@@ -272,11 +272,11 @@ def _files(folder: Path, glob: str) -> dict[str, Path]:
         return _is_run(folder / part) or (part != part.parent and is_in_run(part.parent))
 
     depth = len(folder.parts)  # `relative_to` is slow
-    # A link to nothing is an error to read.
+    # Of links to nothing, the locks of editors (.#name) are passed over, others an error to read.
     found = (
         PurePath(*path.parts[depth:])
         for path in folder.glob(glob)
-        if path.is_file() or (path.is_symlink() and not path.exists())
+        if path.is_file() or (path.is_symlink() and not path.exists() and path.name[0] != ".")
     )
     if not any(part.startswith(".") for part in PurePath(glob).parts):
         found = (name for name in found if not any(part[0] == "." for part in name.parts))

@@ -133,9 +133,8 @@ class JsonTokenizer:
         source |= {"truncation": None, "padding": None}
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.digest = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()
-        if self._is_of_bytes():
-            self.digest = ByteTokenizer.digest
+        digest = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()
+        self.digest = ByteTokenizer.digest if self._is_of_bytes() else digest
         # Text that spells a special token stays text, so only packing marks where documents end.
         self._tokenizer.encode_special_tokens = True
         self._has_plain_text = source.get("normalizer") in (None, {"type": "NFC"}, _NO_NORMALIZER)

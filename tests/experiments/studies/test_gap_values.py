@@ -1,26 +1,15 @@
 """Other combinations of the views, against their definitions."""
 
-import importlib
-
 import jax
 import numpy as np
-import pytest
 from checks import assert_close, draw
 from flax import nnx
 
 from ttcd_jax import MemoryConfig
 from ttcd_jax.methods.ipttcd import IPTTCDConfig
-from ttcd_jax.methods.registry import METHODS
 from ttcd_jax.nn.mlp import MLPConfig
 
-
-@pytest.fixture(scope="module")
-def study():
-    """The module, whose methods no other test knows."""
-    before = {*METHODS}
-    yield importlib.import_module("experiments.studies.gap_values")
-    for name in {*METHODS} - before:
-        del METHODS[name]
+STUDY = "experiments.studies.gap_values"
 
 
 def _layer(config, **changes):
@@ -65,15 +54,15 @@ def test_two_values_are_that_of_equal_windows_and_the_scaled_gap_under_one_key(s
     assert_close(free.errors, tokens.beta[..., None] * equal_values, 1e-5)
     assert_close(writes.keys, equal.keys, 1e-6)
     terms = {
-        study.ValueAndTeacherConfig: tokens.teacher,
-        study.ValueAndStudentConfig: -tokens.student,
+        study.ValueAndTeacherConfig: (tokens.teacher, tokens.teacher),
+        study.ValueAndStudentConfig: (-tokens.student, -tokens.teacher),
     }
-    for config, term in terms.items():
+    for config, of_windows in terms.items():
         layer = _layer(config)
         layer.gap_scale[...] = scale
-        _, alone, _ = _written(layer, x, t)
-        second = _through(layer, scale * term, tokens.beta)
-        assert_close(alone.errors, tokens.beta[..., None] * equal_values + second, 1e-5)
+        for found, term in zip(_written(layer, x, t)[1:], of_windows, strict=True):
+            second = _through(layer, scale * term, tokens.beta)
+            assert_close(found.errors, tokens.beta[..., None] * equal_values + second, 1e-5)
 
 
 def test_errors_less_their_mean_add_up_to_zero_before_the_gate(study):

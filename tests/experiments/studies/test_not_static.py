@@ -1,27 +1,16 @@
 """Errors less a map of the student's features: zero at its start, fitted whatever the loss."""
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from checks import assert_close, draw, refused
 from flax import nnx
 
 from ttcd_jax import MemoryConfig
 from ttcd_jax.methods.ipttcd import IPTTCDConfig
-from ttcd_jax.methods.registry import METHODS
 from ttcd_jax.nn.mlp import MLPConfig
 
-
-@pytest.fixture(scope="module")
-def study():
-    """The module, whose methods no other test knows."""
-    before = {*METHODS}
-    yield importlib.import_module("experiments.studies.not_static")
-    for name in {*METHODS} - before:
-        del METHODS[name]
+STUDY = "experiments.studies.not_static"
 
 
 def _layer(config, **changes):
