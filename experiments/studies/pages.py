@@ -61,7 +61,8 @@ def drawn(page: Path, folder: Path = RECORDS) -> str:
         if "command" in spec and not file.exists():
             return f"{start}\n\nNo record yet: `{spec['command']}`. {end}"
         head, records = _read(file, spec)
-        text = f"{start}\n\n{_table(spec, records)}\n"
+        parts = [part for record in records for part in _parts(spec, record)]
+        text = f"{start}\n\n{_table(spec, parts)}\n"
         if file not in seen and spec.get("note", True):
             seen.add(file)
             text += f"\n{_note(head, os.path.relpath(file, page.parent))} "
@@ -91,6 +92,14 @@ def _joined(folder: Path, name: str, parts: dict[str, Spec]) -> Spec:
         [record] = _read(folder / f"{file}.jsonl", {"where": where, "rows": [fields["row"]]})[1]
         row |= {f"{part} {field}": value for field, value in record.items()}
     return row
+
+
+def _parts(spec: Spec, record: Spec) -> list[Spec]:
+    """A record, or by `parts` a row for every name, of the fields NAME: FIELD."""
+    if not (names := spec.get("parts")):
+        return [record]
+    split = [(*field.rpartition(": ")[::2], value) for field, value in record.items()]
+    return [{"row": x} | {field: value for name, field, value in split if name == x} for x in names]
 
 
 def _table(spec: Spec, records: list[Spec]) -> str:

@@ -60,7 +60,8 @@ def test_numbers_in_sentences_and_printed_lines_are_in_records(page):
 def test_a_table_has_the_rows_and_columns_of_its_spec(tmp_path):
     lines = [
         '{"command": "RUN", "commit": "abc", "device": "cpu", "seeds": [0, 1], "interval": "x"}',
-        '{"row": "b", "text": "t", "|1|": [0.5, 0.25], "n": 1200, "by seed": [1.5, 2.5]}',
+        '{"row": "b", "text": "t", "|1|": [0.5, 0.25], "n": 1200, "by seed": [1.5, 2.5], '
+        '"c: d: n": 8}',
         '{"row": "a", "text": "t", "|1|": 0.125}',
         '{"row": "a", "text": "u", "|1|": 1.0}',
     ]
@@ -71,6 +72,7 @@ def test_a_table_has_the_rows_and_columns_of_its_spec(tmp_path):
         'columns = ["|1|", ["n", "{n} of {|1|:.1f}"], ["seeds", "by seed", " "]]\n'
         '[table.two]\nrecords = "some"\ncolumns = ["text"]\n'
         '[table.three]\ncommand = "LATER"\ncolumns = []\n[picture]\n'
+        '[table.parts]\nrecords = "some"\nrows = ["b"]\nparts = ["e", "c: d"]\ncolumns = ["n"]\n'
         '[table.joined]\ncolumns = ["some n", "more n"]\n[table.joined.of]\n'
         'x = {some = {row = "a", text = "u"}, more = {row = "b"}}\ny = {more = {row = "b"}}\n'
     )
@@ -90,8 +92,12 @@ def test_a_table_has_the_rows_and_columns_of_its_spec(tmp_path):
         *("| b | t |", "| a | t |", "| a | u |", "<!-- end -->"),
         *("", "Text. <!-- table: three -->", "", "No record yet: `LATER`. <!-- end -->"),
     ]
-    page.write_text("<!-- table: joined -->\n<!-- end -->")
-    table = "|  | some n | more n |\n|---|---|---|\n| x | - | 7 |\n| y | - | 7 |\n"
-    assert f"\n\n{table}<!-- end -->" in pages.drawn(page, tmp_path)
+    tables = {
+        "joined": "|  | some n | more n |\n|---|---|---|\n| x | - | 7 |\n| y | - | 7 |\n",
+        "parts": "|  | n |\n|---|---|\n| e | - |\n| c: d | 8 |\n",
+    }
+    for name, table in tables.items():
+        page.write_text(f"<!-- table: {name} -->\n<!-- end -->")
+        assert f"-->\n\n{table}" in pages.drawn(page, tmp_path)
     page.write_text("<!-- table: four -->\n<!-- end -->")
     refused("a table four that pages.toml lacks", pages.drawn, page, tmp_path)
