@@ -3,8 +3,8 @@
     python -m experiments.study --import=experiments.studies.gap_values --gin=study/gap_values.gin
 
 `ipttcd_shared_taps` has the teacher's taps in both views, e = conv_T(feat(x) - feat(t)).
-`ipttcd_less_mean` writes errors less their mean over the chunk. `ipttcd_two_values` writes under
-the key of equal windows both their value and the gap, with a scale s [F], from 1:
+`ipttcd_less_mean` writes errors less the mean of their document in the chunk. `ipttcd_two_values`
+writes under the key of equal windows both their value and the gap, with a scale s [F], from 1:
 
     e = conv_T(feat(x)) - conv_S(feat(x)) + s (feat(x) - feat(t)),  k = conv_S(feat(x))
 
@@ -13,6 +13,7 @@ the key of equal windows both their value and the gap, with a scale s [F], from 
 """
 
 import functools
+from typing import NoReturn
 
 import jax.numpy as jnp
 from flax import nnx
@@ -20,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels.short_conv import short_conv
 
 from ttcd_jax.axes import param
+from ttcd_jax.errors import UserError
 from ttcd_jax.memory.prefix import Writes
 from ttcd_jax.methods.ipttcd import (
     IPTTCDMLP,
@@ -100,14 +102,21 @@ class ValueAndStudentMLP(TwoValuesMLP, config=ValueAndStudentConfig):
 
 
 class LessMeanMLP(IPTTCDMLP, config=LessMeanConfig):
-    def operands(self, convolved: Convolved) -> tuple[Float[Array, "B C L F"], Writes]:
-        tokens, beta = convolved[0], convolved[0].beta
-        reads, writes = super().operands((tokens._replace(beta=None), *convolved[1:]))
-        errors = writes.errors - writes.errors.mean(-2, keepdims=True)
-        if beta is not None:
-            errors = errors * beta[..., None]
-        rate = beta if self.settings.corrects_errors else None
-        return reads, writes._replace(errors=errors, rate=rate)
+    def convolved(self, tokens: Features, segments: Segments) -> Convolved:
+        tokens, difference, z_target, keys = super().convolved(tokens, segments)
+        student = tokens.student + _mean(tokens.teacher - tokens.student, segments)
+        difference -= _mean(difference, segments)
+        return tokens._replace(student=student), difference, z_target, keys
+
+    def start(self, batch_size: int, max_length: int | None = None) -> NoReturn:
+        raise UserError("errors less the mean of their chunk are not known token by token")
+
+
+def _mean(x: Float[Array, "B C L F"], segments: Segments) -> Float[Array, "B C L F"]:
+    """That of a token's document in its chunk."""
+    ids = jnp.zeros(x.shape[:3], jnp.int32) if segments is None else segments
+    same = (ids[..., :, None] == ids[..., None, :]).astype(x.dtype)
+    return same @ x / same.sum(-1, keepdims=True)
 
 
 for name, label, config in (

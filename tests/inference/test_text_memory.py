@@ -126,6 +126,8 @@ def test_a_fresh_state_reads_a_memory_as_the_next_document_of_its_row(method, fl
     again = read_memory(model, B[:-1], one)  # whose last chunk is open
     assert distance(again.layers[name], row.layers[name]) > 1e-3
     assert again.tokens_read == 15
+    _, state = prefill(model, start_from(model, [one]), B[None, :-1])
+    assert_same(memories_of(*frozen(model, state))[0].layers, again.layers)
     # A frozen state is saved as one; what it reads, it does not write.
     alone, state = frozen(model, start_from(model, [one, other]))
     save_state(tmp_path / "state", alone, state)

@@ -7,10 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, draw
+from checks import assert_close, draw, randomize, refused
+from small_models import config_of, small_attention
 from ttcd_kernels.measure import temp_bytes
 
-from ttcd_jax import RopeConfig
+from ttcd_jax import Block, Piece, RopeConfig
+from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
+from ttcd_jax.models.config import block_configs
+from ttcd_jax.nn.attention import Attention
 from ttcd_jax.nn.linear import rms_norm, weight_product
 from ttcd_jax.nn.rope import YarnConfig, pair_frequencies, rotate
 
@@ -57,3 +61,24 @@ def test_one_row_of_bfloat16_reads_a_kernel_once():
     y = compiled(x, kernel)
     assert (y.shape, y.dtype) == ((1, 1, 192), jnp.bfloat16)
     assert_close(y, weight_product(*(a.astype(jnp.float32) for a in (x, kernel))), 2**-8)
+
+
+def test_full_attention_is_nan_at_tokens_that_its_state_cannot_hold():
+    """Of rows that have such tokens alone."""
+    attention = randomize(Attention, small_attention(window=None))
+    (h,), state, found = draw(0, (2, 6, 6)), attention.start(2, 5), []
+    for start in (0, 2, 4):
+        x = h[:, start : start + 2]
+        piece = Piece.of(x, start, lengths=jnp.array([2, 1]))
+        y, state = attention.extend(x, piece, state)
+        found.append(y)
+    is_nan = np.isnan(np.concatenate(found, 1)).any(-1)
+    assert is_nan.tolist() == [[False] * 5 + [True], [False] * 6]
+
+
+def test_embeddings_that_do_not_fit_the_rows_are_refused():
+    memory = TargetMemoryConfig(target="embedding", chunk_size=4)
+    block = randomize(Block, block_configs(config_of("ipttt", memory=memory))[0])
+    (h,) = draw(0, (2, 8, 8))
+    for embeddings, words in ((None, "pass embeddings"), (h[:, :4], "[2, 4, 8]"), (h[:1], "[1, 8")):
+        refused(words, block, h, embeddings=embeddings)

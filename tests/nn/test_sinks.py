@@ -27,13 +27,14 @@ IDS = np.stack([np.repeat([4, 7, 9], [2, 13, 8]), np.repeat([1, 2, 3], [9, 1, 13
 
 def _defined(attention, h, row, window, count):
     """The output under a window by one softmax over all positions."""
-    (q, k, v), _ = attention.project(h, row.positions)
+    (q, k, v), _ = attention.project(h, row.positions, row.offsets)
     group, reach = q.shape[2] // k.shape[2], attention.config.sink_reach or T
-    (near, *_), _ = attention.project(h, jnp.minimum(row.positions, reach - 1))
+    beyond = jnp.maximum(row.offsets - (reach - 1), 0)
+    (near, *_), _ = attention.project(h, row.positions - beyond, row.offsets)
     k, v = (jnp.repeat(x, group, 2) for x in (k, v))
     i, j = np.indices((T, T))
     ids = np.zeros_like(IDS) if row.segment_ids is None else np.asarray(row.segment_ids)
-    in_document = np.asarray(row.positions)
+    in_document = np.asarray(row.offsets)
     is_beside = (i - j >= (window or T)) & (in_document[:, None, :] < count)
     is_seen = (j <= i) & (((i - j) < (window or T)) | is_beside)
     is_seen &= ids[:, :, None] == ids[:, None]
@@ -61,7 +62,8 @@ def test_a_query_sees_its_window_and_the_sinks(window, ids, count, has_logits, r
         build, asked = DualWindowAttention, DualWindowConfig(attention=config, student_window=2)
     attention = randomize(build, asked)
     (h,) = draw(1, (2, T, 6))
-    row = Row.of(h, segment_ids=None if ids is None else jnp.asarray(ids))
+    positions = jnp.broadcast_to(jnp.arange(7, 7 + T), (2, T))  # their differences alone count
+    row = Row.of(h, positions, None if ids is None else jnp.asarray(ids))
 
     def ours(attention, h):
         return jnp.stack(attention(h, row.positions, row.segment_ids)[: 2 if student else None])

@@ -5,6 +5,7 @@ import json
 import math
 import signal
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,10 @@ def test_best_scores_are_those_of_the_metric_the_higher_the_better():
     config = run_config(evaluate_every=2, keep_best=1, best_metric="ppl/on/64")
     records = [{"step": 2, "ppl/on/64": 3.0}, {"step": 3, "loss": 1}, {"step": 4, "ppl/on/64": 2.0}]
     assert best_scores(config, records) == {2: -3.0, 4: -2.0}
+    for name, score in (("distillation/gap/0", -3), ("distillation/cosine/0", 3)):
+        assert best_scores(SimpleNamespace(best_metric=name), [{"step": 2, name: 3}]) == {2: score}
+    name = "harness/IP-TTCD/wikitext, word_perplexity"
+    assert best_scores(SimpleNamespace(best_metric=name), [{"step": 2, name: 3}]) == {2: -3}
     none = {"ppl/on/32": 1.0}, {"ppl/on/64": None}, {"ppl/on/64": float("nan")}, {"ppl/on/64": "1"}
     assert best_scores(config, [{"step": 2} | record for record in none]) == {}
     for change in ({"best_metric": None}, {"best_metric": "recall/x"}, {"evaluate_every": None}):

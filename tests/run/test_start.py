@@ -93,6 +93,10 @@ def test_parameters_are_float32_unless_bound_by_name(run_of, tmp_path, caplog):
     assert not caplog.text
     build.check(_config(narrow))  # bound, or of an older run
     assert "parameters and moments are bfloat16" in caplog.text
+    build.check(
+        _config(config_of("ipttcd", memory=MemoryConfig(chunk_size=4, is_conv_causal=False)))
+    )
+    assert "a prediction depend on tokens that come after it" in caplog.text
     _, _, state = started_state(build.Program(_config(model, start_from=source)))
     assert {x.dtype for x in jax.tree.leaves(state["params"])} == {jnp.dtype("float32")}
 

@@ -9,7 +9,7 @@ import pytest
 from checks import assert_close, randomize, refused
 from small_models import byte_model, config_of
 
-from ttcd_jax import Precision, Transformer
+from ttcd_jax import MemoryConfig, Precision, Transformer
 from ttcd_jax.data.synthetic import RecallConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import NonFiniteError
@@ -109,3 +109,11 @@ def test_a_method_without_a_teacher_is_refused(method, task, tmp_path):
     subject = _subject(tmp_path, config_of(method, precision=Precision()))
     words = f"method '{method}' has no student and teacher to compare"
     refused(words, task.rows, subject)
+
+
+def test_a_gap_before_the_convolutions_is_measured_there():
+    """So equal windows have none, whatever the taps."""
+    memory = MemoryConfig(chunk_size=4, error="gap", teacher_conv_init="normal")
+    model = randomize(Transformer, config_of("ipttcd", memory=memory, window=4, student_window=4))
+    found = summary(jax.jit(model.distillation)(jnp.arange(10)[None]))
+    assert np.isnan(found["gap"]).all() or not np.asarray(found["gap"]).any()

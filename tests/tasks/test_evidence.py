@@ -75,6 +75,8 @@ def test_attention_reaches_as_far_as_the_stream_that_goes_on_sees():
     config = config_of("ipttcd", num_layers=3, window=9, student_window=4, fast_layers=(1,))
     assert attention_reach(config) == 3 * 8
     assert attention_reach(config.replace(method="ipttcd_stream", memory=None)) == 3 * 3
+    assert attention_reach(config_of("deltanet", window=None)) == 0
+    assert attention_reach(config_of("full")) is None
 
 
 def test_runs_on_other_data_are_refused(subject):

@@ -157,6 +157,8 @@ def test_a_model_with_a_memory_is_measured_and_a_mixer_without_windows_refused(f
         assert len(task.table({"one": records, "two": records})) == 4
         numbers = {f"one, student's window {x.window}/1": x.context for x in records}
         assert task.numbers({"one": records}) == numbers
+    subject = _subject(model_of("ipttcd_stream", fast_layers=(1,)))
+    refused("of one stream, and 'ipttcd_stream'", Gap(windows=(1,), length=9).rows, subject)
     model = model_of("deltanet")
     for task, words in ((Gap(), "has no student"), (Stream(), "window 128 loses nothing: no")):
         refused(words, lambda x=task: [*x.measure(Scorer(model), documents, _subject(model))])

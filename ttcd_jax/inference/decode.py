@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.model import InferenceModel
-from ttcd_jax.inference.state import InferenceState, cache_slots
+from ttcd_jax.inference.state import InferenceState
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memory_chunk
 from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.row import Cut, Hidden, Piece, check_array
@@ -125,9 +125,6 @@ def one_token(
     """(final hidden states, state after the tokens [B]), as part of a larger program."""
     is_plain, lengths = True if memory == "published" else None, is_active.astype(jnp.int32)
     hidden, state = advance(model, state, tokens[:, None], lengths, is_plain=is_plain)
-    slots = cache_slots(state)
-    if model.config.window is None and slots is not None:
-        hidden = jnp.where(state.position[:, None, None] <= slots, hidden, jnp.nan)
     return hidden[:, 0], state
 
 

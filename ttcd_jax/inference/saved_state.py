@@ -119,7 +119,7 @@ def load_state(folder: str | os.PathLike[str], model: InferenceModel) -> states.
     for make in (states.abstract_state, states.start_state):  # nothing is allocated before a check
         start = make(model, len(rows), max_length=slots)
         if facts.get("is_frozen") is True:
-            start = states.frozen(model, start)[1]
+            start = states.read_only(model, start)
         sealed.check(arrays, by_name(start))
     placed = [jax.device_put(arrays[x], leaf.sharding) for x, leaf in by_name(start).items()]
     return jax.tree.unflatten(jax.tree.structure(start), placed)

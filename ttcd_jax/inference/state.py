@@ -18,6 +18,7 @@ else in the compute dtype:
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from jaxtyping import Array, Int
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.model import InferenceModel, abstract_model
 from ttcd_jax.memory.pieces import OpenChunk
+from ttcd_jax.methods.in_place import InPlaceState
 from ttcd_jax.methods.registry import Settings
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.nn.block import LayerState
@@ -97,13 +99,31 @@ def fresh_memories(model: InferenceModel, state: InferenceState) -> InferenceSta
 def frozen(model: InferenceModel, state: InferenceState) -> tuple[InferenceModel, InferenceState]:
     """The model that reads what the in-place memories of `state` hold and writes nothing, and the
     state to go on with: of a memory of the stream the student alone, at the cost of its window.
-    What an open chunk has not written yet is lost. Raises `UserError` for another method."""
+    What is in an open chunk is written first. Raises `UserError` for another method."""
     config = (model.config.settings or Settings()).frozen(model.config)
+    count = state.position - state.chunk_start
+
+    def closed(layer: Any, x: Any) -> Any:
+        if not isinstance(x, InPlaceState):
+            return x
+        return x._replace(chunks=OpenChunk(layer.written(x, count), x.chunks.open))
+
+    return model.by(config), read_only(model, by_layer(closed, model, state))
+
+
+def read_only(model: InferenceModel, state: InferenceState) -> InferenceState:
+    """The state without open chunks, and without what only a teacher needs."""
+    return by_layer(lambda layer, x: layer.frozen(x), model, state)
+
+
+def by_layer(
+    change: Callable[[Any, LayerState], LayerState], model: InferenceModel, state: InferenceState
+) -> InferenceState:
     layers = tuple(
-        {name: getattr(block, name).frozen(x) for name, x in before.items()}
+        {name: change(getattr(block, name), x) for name, x in before.items()}
         for block, before in zip(model.modules, state.layers, strict=True)
     )
-    return model.by(config), state._replace(layers=layers)
+    return state._replace(layers=layers)
 
 
 def is_frozen(state: InferenceState) -> bool:
@@ -119,6 +139,16 @@ def state_axes(state: InferenceState) -> InferenceState:
         return node.axes() if hasattr(node, "axes") else ("batch", *(None,) * (node.ndim - 1))
 
     return jax.tree.map(axes, state, is_leaf=lambda node: hasattr(node, "axes"))
+
+
+@functools.lru_cache
+def reads_ahead(config: TransformerConfig) -> bool:
+    """Whether a model of `config` has no state, as a token's results depend on later tokens."""
+    try:
+        _start.eval_shape(abstract_model(config), batch_size=1, max_length=1)
+    except UserError:
+        return True
+    return False
 
 
 @functools.lru_cache

@@ -30,7 +30,7 @@ from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.inference.prefill import stream
 from ttcd_jax.inference.state import InferenceState
 from ttcd_jax.measure.journal import Answer, Journal
-from ttcd_jax.models.config import TransformerConfig, memory_chunk
+from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.row import Control
 from ttcd_jax.sharding import rules
@@ -285,7 +285,7 @@ class Scorer:
     def _is_streamed(self) -> bool:
         """Whether inference has a state of this model here."""
         is_alone = jax.process_count() == 1 and rules.axis_size("seq") == 1
-        return is_alone and not _reads_ahead(self.model.config)
+        return is_alone and not states.reads_ahead(self.model.config)
 
     @functools.cached_property
     def _spare(self) -> int:
@@ -348,7 +348,7 @@ class Scorer:
         unit = rules.axis_size("seq") * (memory_chunk(self.model.config) or 1)
         rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % unit), (0, 0)))
         batch = {"tokens": rows[..., 0], "targets": rows[..., 1]}
-        if _reads_ahead(self.model.config):  # padding is another document
+        if states.reads_ahead(self.model.config):  # padding is another document
             batch["segment_ids"] = np.arange(rows.shape[1]) < lengths[:, None]
         found = _forward_scores(*nnx.split(self.model), placed(batch), control)
         return Scores(*map(np.array, jax.device_get(found)))
@@ -357,17 +357,6 @@ class Scorer:
 def whole[Tree](tree: Tree) -> Tree:
     """Arrays that every process can read, whatever the mesh in use."""
     return jax.tree.map(lambda x: rules.constrain(x, *(None,) * x.ndim), tree)
-
-
-@functools.lru_cache
-def _reads_ahead(config: TransformerConfig) -> bool:
-    """Whether a model of `config` has no state, as a token's results depend on later tokens."""
-    try:
-        model = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
-        states.abstract_state(model, 1, max_length=1)
-    except UserError:
-        return True
-    return False
 
 
 def _pass_sizes(sizes: Sequence[int], spare: int) -> list[int]:

@@ -76,6 +76,8 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
     # Results of the same cases share a table where these options are equal; None: the buckets.
     shaping: ClassVar[tuple[str, ...] | None] = None
     is_lower_better: ClassVar[bool] = False
+    # Of these columns, or of metrics with such a name, the other side is better.
+    opposite: ClassVar[tuple[str, ...]] = ()
     sentence: ClassVar[str] = ""  # that says what the picture shows; "": the value by `x_label`
     rank: ClassVar[int] = 50  # on a page, the lowest first
     difference: ClassVar[str] = ""  # the unit of differences; "": that of the value

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels.normalize import l2_normalize
 from ttcd_kernels.short_conv import short_conv
 
+from ttcd_jax.errors import UserError
 from ttcd_jax.memory.prefix import Writes
 from ttcd_jax.methods import registry
 from ttcd_jax.methods.in_place import ConvInit, InPlaceConfig, InPlaceMLP, PrefixSettings, ProjInit
@@ -75,11 +76,11 @@ class IPTTTMLP(InPlaceMLP[Writes, Writes], config=IPTTTConfig):
             self.look_back = settings.num_taps - 1
 
     def source(self, x: Hidden, row: Row | Piece, student: Hidden | None) -> Hidden:
-        """The targets. Raises `ValueError` for a row without embeddings."""
+        """The targets. Raises `UserError` for a row without embeddings."""
         if self.settings.target == "hidden":
             return x
         if row.embeddings is None:
-            raise ValueError("this block stores token embeddings: pass embeddings=[B, T, D]")
+            raise UserError("this block stores token embeddings: pass embeddings=[B, T, D]")
         return row.embeddings
 
     def tokens(self, x: Hidden, t: Hidden) -> Writes:

@@ -251,7 +251,9 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
 
     def views(self, convolved: Convolved) -> Views:
         # Keys may be normalized, so the student's features are z_target less the difference.
-        _, difference, z_target, _ = convolved
+        features, difference, z_target, _ = convolved
+        if self.settings.error == "gap":
+            return features.teacher, features.student
         return z_target, z_target - difference
 
     def memory(self, length: int) -> ChunkedMemory:

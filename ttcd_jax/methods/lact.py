@@ -198,7 +198,7 @@ class LaCT(Mixer, config=LaCTConfig):
     def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Hidden, None]:
         attention, memory, length = self.config.attention, self.config.memory, x.shape[1]
         check_parts(length, memory.chunk_size)
-        qkv, sinks, operands = self._operands(x, row.positions)
+        qkv, sinks, operands = self._operands(x, row.positions, row.offsets)
         windows, implementation = (attention.window,), attention.attention_implementation
         (seen,) = attend(*qkv, row.segment_ids, windows, implementation, sinks)
         reads, writes = jax.tree.map(lambda x: to_chunks(x, memory.chunk_size), operands)
@@ -211,7 +211,7 @@ class LaCT(Mixer, config=LaCTConfig):
         config, size = self.config.attention, self.config.memory.chunk_size
         h = jax.ShapeDtypeStruct((batch_size, size, config.dim), config.precision.compute_dtype)
         positions = jax.ShapeDtypeStruct((batch_size, size), jnp.int32)
-        _, _, (_, writes) = jax.eval_shape(self._operands, h, positions)
+        _, _, (_, writes) = jax.eval_shape(self._operands, h, positions, positions)
         chunks = start_pieces(self._memory(), batch_size, writes)
         return LaCTState(start_cache(config, batch_size, max_length), chunks)
 
@@ -220,7 +220,7 @@ class LaCT(Mixer, config=LaCTConfig):
     ) -> tuple[Hidden, LaCTState]:
         attention = self.config.attention
         positions = piece.positions(x.shape[1])
-        qkv, sinks, (reads, writes) = self._operands(x, positions)
+        qkv, sinks, (reads, writes) = self._operands(x, positions, positions)
         windows, implementation = (attention.window,), attention.attention_implementation
         (seen,), cache = attend_cached(*qkv, piece, state.cache, windows, implementation, sinks)
         fast, chunks = over_piece(
@@ -229,7 +229,7 @@ class LaCT(Mixer, config=LaCTConfig):
         return self._joined(x, seen, fast), LaCTState(cache, chunks)
 
     def _operands(
-        self, h: jax.Array, positions: jax.Array
+        self, h: jax.Array, positions: jax.Array, offsets: jax.Array
     ) -> tuple[QKV, Sinks, tuple[jax.Array, FastWrites]]:
         """(q, k, v [B, T, N, H] of the attention; its sinks; operands of the memory's reads and of
         its writes, [B, T, ...])."""
@@ -242,7 +242,7 @@ class LaCT(Mixer, config=LaCTConfig):
             q = rms_norm(q, self.query_norm[...], NORM_EPS)
             k = rms_norm(k, self.key_norm[...], NORM_EPS)
         heads = (*h.shape[:2], config.num_heads, config.head_size)
-        sinks = sinks_of(config, q.reshape(heads), positions)
+        sinks = sinks_of(config, q.reshape(heads), positions, offsets)
         turned_q, turned_k = (rotate(x.reshape(heads), positions, config.rope) for x in (q, k))
         momentum = None
         if memory.has_momentum:

@@ -136,7 +136,7 @@ class Attention(Mixer, config=AttentionConfig):
 
     def over_row(self, x: Hidden, row: Row, windows: Windows) -> list[Hidden]:
         """What attention adds to the stream, under each of these windows."""
-        qkv, sinks = self.project(x, row.positions)
+        qkv, sinks = self.project(x, row.positions, row.offsets)
         options = windows, self.config.attention_implementation, sinks
         return [*map(self.project_out, attend(*qkv, row.segment_ids, *options))]
 
@@ -152,13 +152,16 @@ class Attention(Mixer, config=AttentionConfig):
     def over_piece(
         self, x: Hidden, piece: Piece, state: KVCache, windows: Windows
     ) -> tuple[list[Hidden], KVCache]:
-        qkv, sinks = self.project(x, piece.positions(x.shape[1]))
+        positions = piece.positions(x.shape[1])
+        qkv, sinks = self.project(x, positions, positions)
         options = windows, self.config.attention_implementation, sinks
         seen, state = attend_cached(*qkv, piece, state, *options)
         return [*map(self.project_out, seen)], state
 
-    def project(self, h: Hidden, positions: Int[Array, "B T"]) -> tuple[QKV, Sinks]:
-        """((rotated q and k, v), the sinks of these queries)."""
+    def project(
+        self, h: Hidden, positions: Int[Array, "B T"], offsets: Int[Array, "B T"]
+    ) -> tuple[QKV, Sinks]:
+        """((rotated q and k, v), the sinks of these queries, `offsets` into their documents)."""
         config, dtype = self.config, self.config.precision.compute_dtype
         heads = (*h.shape[:2], -1, config.head_size)
         q, k, v = (linear(h, w[...], dtype) for w in (self.query, self.key, self.value))
@@ -170,7 +173,7 @@ class Attention(Mixer, config=AttentionConfig):
             q = rms_norm(q, self.query_norm[...], config.qk_norm_eps)
             k = rms_norm(k, self.key_norm[...], config.qk_norm_eps)
         logits = self.sink[...] if config.has_sink_logits else None
-        sinks = sinks_of(config, q, positions)._replace(logits=logits)
+        sinks = sinks_of(config, q, positions, offsets)._replace(logits=logits)
         return (rotate(q, positions, config.rope), rotate(k, positions, config.rope), v), sinks
 
     def project_out(self, heads: Float[Array, "B T N H"]) -> Hidden:
@@ -178,14 +181,20 @@ class Attention(Mixer, config=AttentionConfig):
         return linear(flat, self.out[...], self.config.precision.compute_dtype)
 
 
-def sinks_of(config: Heads, q: Float[Array, "B T N H"], positions: Int[Array, "B T"]) -> Sinks:
-    """The sinks of queries that are not rotated yet."""
+def sinks_of(
+    config: Heads,
+    q: Float[Array, "B T N H"],
+    positions: Int[Array, "B T"],
+    offsets: Int[Array, "B T"],
+) -> Sinks:
+    """The sinks of queries that are not rotated yet, `offsets` into their documents."""
     if not config.sink_tokens:
         return Sinks()
     queries = None
     if config.sink_reach is not None:
-        queries = rotate(q, jnp.minimum(positions, config.sink_reach - 1), config.rope)
-    return Sinks(config.sink_tokens, positions, queries=queries)
+        beyond = jnp.maximum(offsets - (config.sink_reach - 1), 0)
+        queries = rotate(q, positions - beyond, config.rope)
+    return Sinks(config.sink_tokens, offsets, queries=queries)
 
 
 def _output(views: list[Hidden]) -> Output:

@@ -228,11 +228,14 @@ class Block(Configured):
         h: Joined,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-        embeddings: Hidden | None = None,
+        embeddings: Float[Array, "..."] | None = None,
     ) -> Joined:
         """The block's output. `embeddings`: the targets of an IP-TTT memory that stores them."""
         width = self.config.mixer.num_streams * self.config.mixer.dims.dim
         check_array("the layer", "h", h, "float", "B", "T", width)
+        if embeddings is not None:
+            shape = (*h.shape[:2], self.config.mixer.dims.dim)
+            check_array("the layer", "embeddings", embeddings, "float", *shape)
         return self.forward(h, Row.of(h, positions, segment_ids, embeddings))[0]
 
     def forward(self, h: Joined, row: Row) -> tuple[Joined, Report]:

@@ -73,11 +73,15 @@ class Row(NamedTuple):
         for name, x in (("positions", positions), ("segment_ids", segment_ids)):
             if x is not None:
                 check_array("the row", name, x, "int", *h.shape[:2])
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(h.shape[1], dtype=jnp.int32), h.shape[:2])
-            if segment_ids is not None:
-                positions = positions - documents(segment_ids).start
-        return cls(positions, segment_ids, embeddings)
+        row = cls(jnp.zeros(h.shape[:2], jnp.int32), segment_ids, embeddings)
+        return row._replace(positions=row.offsets if positions is None else positions)
+
+    @property
+    def offsets(self) -> Int[Array, "B T"]:
+        """The number of tokens of its document before each token."""
+        shape = self.positions.shape
+        index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+        return index if self.segment_ids is None else index - documents(self.segment_ids).start
 
 
 @jax.tree_util.register_static

@@ -36,13 +36,13 @@ _Seen = tuple[Float[Array, "B *T n K H"], Float[Array, "B *T n K H"], Int[Array,
 
 
 class Sinks(NamedTuple):
-    """The first `count` tokens of every document, and a learned logit per head. `positions`: of
-    the queries in their documents. `kept`: keys and values of the tokens, in rows of one document
+    """The first `count` tokens of every document, and a learned logit per head. `offsets`: of
+    the queries into their documents. `kept`: keys and values of the tokens, in rows of one document
     each; None: they are among the keys of the row. `queries`: as they see the tokens outside of
     their windows, None: as they see all others."""
 
     count: int = 0
-    positions: Int[Array, "B T"] | None = None
+    offsets: Int[Array, "B T"] | None = None
     logits: Float[Array, " N"] | None = None
     kept: KeysValues | None = None
     queries: Float[Array, "B T N H"] | None = None
@@ -109,7 +109,26 @@ def attend_cached(
     implementation: Implementation,
     sinks: Sinks,
 ) -> tuple[Outputs, KVCache]:
-    """(the output of each window, the cache after the piece): `attend` over both."""
+    """(the output of each window, the cache after the piece): `attend` over both. Under full
+    attention the output is NaN at a token that the cache has no slot for."""
+    outputs, after = _attend_cached(q, k, v, piece, cache, windows, implementation, sinks)
+    if windows[0] is None:
+        offset, slots = jnp.arange(q.shape[1]), cache.keys.shape[1]
+        is_lost = (piece.positions(q.shape[1]) >= slots) & (offset < piece.lengths[:, None])
+        outputs = tuple(jnp.where(is_lost[..., None, None], jnp.nan, x) for x in outputs)
+    return outputs, after
+
+
+def _attend_cached(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    piece: Piece,
+    cache: KVCache,
+    windows: Windows,
+    implementation: Implementation,
+    sinks: Sinks,
+) -> tuple[Outputs, KVCache]:
     after = _appended(cache, k, v, piece)
     if sinks.count:
         first = after.sinks or (after.keys[:, : sinks.count], after.values[:, : sinks.count])
@@ -158,9 +177,9 @@ def _seen(
     """The sink tokens of the queries of a shard, from its keys and values or those `kept`."""
     if not (count := sinks.count):
         return None
-    assert sinks.positions is not None
+    assert sinks.offsets is not None
     offset, length = jnp.arange(count), row[0].shape[1]
-    distance = sinks.positions[..., None] - offset
+    distance = sinks.offsets[..., None] - offset
     if sinks.kept is not None or (segment_ids is None and shard.size(sequence.SEQ) == 1):
         padding = (0, 0), (0, count), (0, 0), (0, 0)  # of shorter rows
         keys, values = (jnp.pad(x[:, :count], padding)[:, :count] for x in sinks.kept or row)

@@ -18,6 +18,7 @@ from ttcd_jax.data.sources import BatchesConfig
 from ttcd_jax.data.synthetic import SyntheticConfig
 from ttcd_jax.data.tokenizer import build_tokenizer
 from ttcd_jax.errors import ResourceError, UserError
+from ttcd_jax.inference.state import reads_ahead
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.run.config import RunConfig
@@ -48,6 +49,11 @@ def check(config: RunConfig) -> None:
             f"chunk_size {chunk} of the memory is not below the seq_len {seq_len} of the data: no "
             "token would read what a chunk wrote; bind a smaller chunk_size, or its default "
             "holds, or take longer rows"
+        )
+    if not getattr(config.model.settings, "is_conv_causal", True) and reads_ahead(config.model):
+        logging.warning(
+            "is_conv_causal=False lets a prediction depend on tokens that come after it: losses "
+            "are not those of a language model, and no text can be generated"
         )
     needed, there = config.data.vocab_size, config.model.vocab_size
     if there < needed:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,8 @@ def best_scores(config: RunConfig, records: Sequence[dict[str, Any]]) -> dict[in
     name = config.best_metric
     if name is None:
         return {}
-    sign = -1 if TASKS[name.split("/")[0]].is_lower_better else 1
+    task = TASKS[name.split("/")[0]]
+    is_opposite = bool({*re.split("[/, ]", name)} & {*task.opposite})
+    sign = -1 if task.is_lower_better != is_opposite else 1
     scores = ((x["step"], x.get(name)) for x in records)  # null: it was not finite
     return {n: sign * x for n, x in scores if isinstance(x, int | float) and abs(x) < math.inf}

@@ -67,6 +67,7 @@ class StudentTeacher(RowTask[LayerDistances]):
     value = "gap_on"
     shaping = ("seq_len",)  # layers may differ
     is_lower_better = True
+    opposite = "cosine", "closer"
 
     max_rows: Positive = 64
     text: str | None = None

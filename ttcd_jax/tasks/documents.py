@@ -228,8 +228,9 @@ class Recurrence(FirstTokens[SliceLoss]):
         """Sums by n, bucket of distances (-1: new) and document."""
         config = subject.model.config
         longest = max(ids.size for ids in rows.documents)
-        window = min(self.window or config.stream_window or longest, longest)
         reach = self.reach or attention_reach(config)
+        default = 0 if reach == 0 else config.stream_window or longest
+        window = min(self.window or default, longest)
         beyond = longest if reach is None else max(window, min(reach + 1, longest))
         doubled = (_FIRST_EDGE * 2**i for i in range(longest.bit_length()))
         edges = np.unique([0, window, beyond, *(x for x in doubled if x < longest), longest])

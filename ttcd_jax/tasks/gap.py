@@ -44,6 +44,7 @@ from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.measure.pictures import Picture, plot_bars
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Differences, Series, Subject, Task, digest, register
+from ttcd_jax.models.config import block_configs
 from ttcd_jax.nn.attention import Attention
 from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.mlp import SwiGLU
@@ -137,6 +138,9 @@ class Gap(WindowTask[LayerGap]):
         count = subject.model.config.num_layers
         if any(layer >= count for layer in self.layers):
             raise UserError(f"layers {self.layers} of a model of {count}: they count from 0")
+        if any(x.mixer.num_streams > 1 for x in block_configs(subject.model.config)):
+            method = subject.model.config.method
+            raise UserError(f"task gap is for models of one stream, and {method!r} has two")
         return self.documents(subject, *self.windows)
 
     def measure(
@@ -190,8 +194,8 @@ def _views(block: Any, h: jax.Array, window: int, sinks: int) -> _Views:
         )
     row = Row.of(h)
     (mixed, _), (teacher, _) = (block.inputs(name, h, row) for name in ("mixer", "mlp"))
-    qkv, own = attention.project(mixed, row.positions)
-    beside = own._replace(count=max(sinks, own.count), positions=row.positions)
+    qkv, own = attention.project(mixed, row.positions, row.offsets)
+    beside = own._replace(count=max(sinks, own.count), offsets=row.offsets)
     (out,) = attend(*qkv, None, (window,), attention.config.attention_implementation, beside)
     seen, eps = h + attention.project_out(out), block.config.mlp.dims.norm_eps
     student, y = rms_norm(seen, block.mlp_norm[...], eps), mlp.plain(teacher)

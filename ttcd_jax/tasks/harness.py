@@ -46,6 +46,7 @@ class Harness(Task[Any, Score]):
     x_label = "task and metric"
     rank = 48
     value = "value"
+    opposite = "word_perplexity", "byte_perplexity", "bits_per_byte", "perplexity"
     shaping = ("limit", "num_fewshot")  # tasks may differ
 
     tasks: Annotated[tuple[str, ...], DISTINCT] = ("hellaswag", "arc_easy", "arc_challenge", "mmlu")

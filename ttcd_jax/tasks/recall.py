@@ -34,7 +34,8 @@ from ttcd_jax.measure.task import (
     register,
     row_scores,
 )
-from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
+from ttcd_jax.models.config import TransformerConfig, block_configs, has_in_place_memory
+from ttcd_jax.nn.attention import AttentionConfig
 
 _BUCKETS_BEYOND = 4
 _MAX_NEEDLES = 4
@@ -173,7 +174,11 @@ class Needle(OnDrawnData):
 
 
 def attention_reach(config: TransformerConfig) -> int | None:
-    """The number of positions back that stacked windows reach, Y (w - 1); None: unlimited."""
+    """The number of positions back that stacked windows reach, Y (w - 1); None: unlimited; 0
+    without attention."""
+    layers = (x for block in block_configs(config) for x in block.sublayers.values())
+    if not any(isinstance(x, AttentionConfig) or hasattr(x, "attention") for x in layers):
+        return 0
     window = config.stream_window
     return None if window is None else config.num_layers * (window - 1)
 

@@ -456,5 +456,5 @@ def _run(group: Hyper, evaluations: Sequence[Any], index: int) -> Run:
     own["curve"] = tuple(curve)
     if failed_at >= 0:
         return Run(**own, failed_at=failed_at, metrics=None)
-    finite = {name: x for name, x in measures.items() if np.isfinite(x).all()}
+    finite = {name: x for name, x in measures.items() if x is not None and np.isfinite(x).all()}
     return Run(**own, failed_at=None, metrics=Measures(**finite))

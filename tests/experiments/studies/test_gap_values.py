@@ -1,8 +1,9 @@
 """Other combinations of the views, against their definitions."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from checks import assert_close, draw
+from checks import assert_close, draw, refused
 from flax import nnx
 
 from ttcd_jax import MemoryConfig
@@ -73,3 +74,16 @@ def test_errors_less_their_mean_add_up_to_zero_before_the_gate(study):
     errors = plain.errors / beta
     assert_close(writes.errors, beta * (errors - errors.mean(-2, keepdims=True)), 1e-5)
     assert_close(writes.rate, plain.rate, 0)
+
+
+def test_the_mean_is_that_of_a_document_and_is_not_known_token_by_token(study):
+    layer = _layer(study.LessMeanConfig, error="gap")
+    x, t = draw(1, (1, 4, 6), (1, 4, 6))
+    ids = jnp.array([[[1, 1, 2, 2]]])
+
+    def errors(x):
+        tokens = jax.tree.map(lambda x: x[:, None], layer.tokens(x, t))
+        return layer.operands(layer.convolved(tokens, ids))[1].errors[0, 0]
+
+    assert_close(errors(x)[2:], errors(x.at[:, :2].add(1))[2:], 1e-6)
+    refused("token by token", layer.start, 1)

@@ -33,6 +33,7 @@ from ttcd_jax.measure.page import Section, write_page
 from ttcd_jax.measure.pictures import Picture, coloured_by_run
 from ttcd_jax.measure.results import check_comparable, evaluate, headroom_sections, read_results
 from ttcd_jax.measure.task import MEMORY_OFF, MEMORY_ON, Series, Subject, Task, digest
+from ttcd_jax.methods.registry import METHODS
 from ttcd_jax.models.config import (
     has_in_place_memory,
     layers_with_teacher,
@@ -413,7 +414,11 @@ def _headroom(
     """The share of the headroom that every recipe gives back, by the seeds that it shares with the
     base and the one that writes no memory and sees the most."""
     base, models = next(iter(measured)), {x: recipes[x].config.model for x in measured}
-    silent = (x for x, y in models.items() if switched_off(y, length=1) in (None, y))
+    silent = (
+        name
+        for name, model in models.items()
+        if METHODS[model.method].layers == "none" or switched_off(model, length=1) == model
+    )
     full = max((base, *silent), key=lambda name: models[name].stream_window or math.inf)
     found: list[Section] = []
     for name in measured if full != base else ():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from checks import assert_close, assert_same, draw, randomize, value_and_gradients
 from devices import printed
 from flax import nnx
@@ -96,6 +97,15 @@ def grid(rates=(1e-2, 1e-1, 3e-2), decays=(0.0, 0.1, 0.5), seeds=(3, 3, 4)) -> H
 
 def trained(recipe=RECIPE, hyper=None, **options):
     return sweep.train_runs(recipe, PROBLEM, TRAIN, TEST, hyper or grid(), **options)
+
+
+@pytest.mark.parametrize("method", MAD_METHODS)
+def test_a_model_of_every_method_trains_and_is_measured(method):
+    config = mad_config(method, TASK, window=4, dim=8, mlp_dim=8, num_heads=1)
+    rows = Rows(*np.random.default_rng(0).integers(0, 16, (2, 2, 8)).astype(np.int32))
+    options = RecipeConfig(epochs=1, batch_size=2), sweep.mad_problem(TASK, config), rows, rows
+    (run,) = sweep.train_runs(*options, grid((1e-3,), (0.0,), (1,)))
+    assert run.metrics.loss == run.curve[-1].loss
 
 
 @functools.cache
