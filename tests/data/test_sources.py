@@ -129,13 +129,15 @@ def test_corpora_of_a_mixture_are_shuffled_apart(mixture):
         assert passes[0] != passes[1] != passes[2] != passes[0]
 
 
-def test_all_parts_with_a_validation_split_are_evaluated(mixture):
+def test_all_parts_with_a_validation_split_are_evaluated(mixture, caplog):
     assert sources.text_data(mixture.to_dict()) == mixture  # as a run keeps it
     assert (mixture.tokenizer, mixture.vocab_size) == (BYTES, 258)
     assert len(mixture.open("validation")) == 3
     records, text = mixture.parts
     without = text.replace(corpus=text.corpus.replace(validation_percent=0))
+    assert not caplog.text
     assert len(mixture.replace(parts=(records, without)).open("validation")) == 2
+    assert "is empty" in caplog.text
     words = "the validation split of |c.text is empty"
     refused(words, mixture.replace(parts=(without, without)).open, "validation", error=DataError)
     damaged = text.replace(corpus=text.corpus.replace(path="nowhere"))

@@ -29,7 +29,7 @@ SMALL = {
     "harness": ("--tasks=hellaswag", "--data=HERE"),
     "recall": ("--max_rows=8",),
     "evidence": ("--max_rows=8",),
-    "needle": ("--batch_size=2", "--distances=16,64", "--by=prefill"),
+    "needle": ("--num_rows=2", "--distances=16,64", "--by=prefill"),
     "gap": ("--windows=4", "--layers=0", "--length=100", "--max_documents=2"),
     "stream": ("--window=4", "--length=100", "--max_documents=2"),
 }

@@ -82,7 +82,7 @@ def test_training_evaluates_as_the_command_keeps_the_best_and_changes_no_loss(fi
 
 def test_needles_are_measured_as_kept_and_as_published_and_shown(finished):
     run_dir, _ = finished
-    output = commands.output("evaluate", f"--run_dir={run_dir}", "--task=needle", "--batch_size=2")
+    output = commands.output("evaluate", f"--run_dir={run_dir}", "--task=needle", "--num_rows=2")
     assert "IP-TTCD + delta rule, memory published" in output
     needle = json.loads((run_dir / "eval" / "needle" / "results.json").read_text())
     kept, published = needle["series"].values()

@@ -3,6 +3,7 @@ best; when a run saves by the clock."""
 
 import json
 import math
+import shutil
 import signal
 import time
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from ttcd_jax import Precision, RunConfig, Transformer
 from ttcd_jax.run.config import upgraded
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
-from ttcd_jax.run.training import _Signals
+from ttcd_jax.run.training import _Signals, train_run
 from ttcd_jax.tasks.documents import FinalBlock
 from ttcd_jax.tasks.perplexity import Perplexity
 from ttcd_jax.tasks.recall import Recall
@@ -65,7 +66,7 @@ def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir, caplog):
         callback.call(step, state)
     assert caplog.text.count("RunPage failed") == 1
     name = [*written[2]][-1]
-    config = CONFIG.replace(keep_best=1, best_metric=f"{name}x")
+    config = CONFIG.replace(checkpoint_every=1, keep_best=1, best_metric=f"{name}x")
     (callback,) = evaluation_callbacks(config, run_dir, written.__setitem__, 2)
     refused(f"best_metric '{name}x'; did you mean '{name}'?", callback.call, 2, state)
     assert evaluation_callbacks(CONFIG.replace(evaluate_every=None), run_dir, print, 2) == []
@@ -81,6 +82,23 @@ def test_a_run_is_evaluated_on_the_same_cases_to_its_end(run_dir):
     path.write_text(json.dumps({name: {"": "of other text"} for name in digests}))
     words = "the text that task recall measures | on changed since"
     refused(words, evaluation_callbacks, CONFIG, run_dir, print, 2)
+
+
+def test_an_evaluation_that_was_interrupted_is_made_up(tmp_path):
+    def records():
+        return [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+
+    config = CONFIG.replace(checkpoint_every=2, log_every=1)
+    train_run(config, tmp_path)
+    whole = records()
+    for last in (5, 4):
+        for step in {*range(last + 1, 6)}:
+            shutil.rmtree(tmp_path / f"checkpoints/{step}", ignore_errors=True)
+        kept = [x for x in whole if x["step"] < last or (x["step"] == last and "loss" in x)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in kept))
+        assert train_run(config, tmp_path).step == 5
+        found = {x["step"]: x for x in records() if "loss" not in x}
+        assert found == {x["step"]: x for x in whole if "loss" not in x}
 
 
 def test_evaluations_are_tasks_with_options_and_those_that_do_not_fit_are_refused(run_dir):
@@ -102,7 +120,8 @@ def test_evaluations_are_tasks_with_options_and_those_that_do_not_fit_are_refuse
 
 
 def test_best_scores_are_those_of_the_metric_the_higher_the_better():
-    config = run_config(evaluate_every=2, keep_best=1, best_metric="ppl/on/64")
+    fields = {"checkpoint_every": 2, "keep_best": 1, "best_metric": "ppl/on/64"}
+    config = run_config(evaluate_every=2, **fields)
     records = [{"step": 2, "ppl/on/64": 3.0}, {"step": 3, "loss": 1}, {"step": 4, "ppl/on/64": 2.0}]
     assert best_scores(config, records) == {2: -3.0, 4: -2.0}
     for name, score in (("distillation/gap/0", -3), ("distillation/cosine/0", 3)):
@@ -113,6 +132,7 @@ def test_best_scores_are_those_of_the_metric_the_higher_the_better():
     assert best_scores(config, [{"step": 2} | record for record in none]) == {}
     for change in ({"best_metric": None}, {"best_metric": "recall/x"}, {"evaluate_every": None}):
         refused("RunConfig.keep_best 1 with best_metric", lambda x=change: config.replace(**x))
+    refused("evaluate_every 3 is no multiple", lambda: config.replace(evaluate_every=3))
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -149,3 +149,9 @@ def test_what_cannot_be_warmed_is_refused():
     models = [config_of(x) for x in ("swa", "lact", "ipttcd_ideal", "gated_deltanet")]
     for model in (*models, warmed(orthogonalizes_updates=True), warmed(has_proj=False)):
         refused("memory_warmup 5", preparation, model, None, 5)
+
+
+def test_a_pattern_that_never_counts_is_refused():
+    rates = (("layers/*", 0.5), ("layers/0/*", 0.0))
+    refused("'layers/0/*' names|put it first", rate_factors, MODEL, rates)
+    assert rate_factors(MODEL, rates[::-1])

@@ -30,7 +30,7 @@ from absl import flags
 from ttcd_jax import storage, units
 from ttcd_jax.commands import cli
 from ttcd_jax.data.hub import model_folder
-from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer, tokenizer_of
+from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer, special_tokens
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import check_unused, whole_folder
 from ttcd_jax.tokens import check_tokens
@@ -109,10 +109,11 @@ def _tokenizer(folder: Path, vocab_size: int) -> TokenizerConfig | None:
     chosen = FLAGS.tokenizer or (str(file) if file.is_file() else "none")
     if chosen == "none":
         return None
-    if FLAGS.tokenizer is None and FLAGS.format != "reference":
-        config = tokenizer_of(file)
+    if chosen == "byte":
+        config = TokenizerConfig()
     else:
-        config = TokenizerConfig(**({} if chosen == "byte" else {"kind": "json", "path": chosen}))
+        ends = {} if FLAGS.format == "reference" else special_tokens(Path(chosen).parent)
+        config = TokenizerConfig(kind="json", path=chosen, **ends)
     try:
         tokenizer = build_tokenizer(config)
         check_tokens([tokenizer.bos_id, tokenizer.eos_id], vocab_size)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import grain
+from absl import logging
 
 from ttcd_jax import config as configs
 from ttcd_jax import storage
@@ -97,6 +98,8 @@ def _that_have[T](parts: Iterable[T], open_part: Callable[[T], list[TokenRecords
             errors.append(error)
     if not opened:
         raise errors[0]
+    for error in errors:
+        logging.warning("%s; the other parts of the mixture are used", error)
     return opened
 
 

@@ -164,6 +164,8 @@ def _replaced(result: Results) -> Results | None:
     for name in ("label", "changes"):
         if (found := getattr(old, name)) != (new := getattr(result, name)):
             raise UserError(f"{path} is of {name} {found!r}, not {new!r}: choose another --label")
+    if old.step != result.step:
+        logging.warning("%s of step %d is replaced by that of %d", path, old.step, result.step)
     return old
 
 

@@ -126,6 +126,12 @@ class RunConfig(Config):
                 f"RunConfig.keep_best {self.keep_best} with best_metric {self.best_metric!r}: set "
                 "both, the metric as TASK/VARIANT/BUCKET of one of evaluations, and evaluate_every"
             )
+        is_timed = self.checkpoint_minutes is not None
+        if task and not is_timed and (self.evaluate_every or 0) % self.checkpoint_every:
+            raise UserError(
+                f"RunConfig.evaluate_every {self.evaluate_every} is no multiple of "
+                f"checkpoint_every {self.checkpoint_every}: keep_best keeps steps that are saved"
+            )
         parts, rows = self.accumulation_steps, self.batch_size
         if parts and rows % parts:
             raise UserError(f"accumulation_steps {parts} does not divide batch_size {rows}")

@@ -29,8 +29,8 @@ from ttcd_jax.config import check_text
 from ttcd_jax.data.records import sealed
 from ttcd_jax.data.sources import MANIFEST, check_unchanged, text_data
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
-from ttcd_jax.errors import CheckpointError, UserError
-from ttcd_jax.files import parse_json, read_json, write_json, write_whole
+from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.files import parse_json, read_json, sha256, write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.registry import IMPORTED_MODULES, check_imported
@@ -321,7 +321,15 @@ def tokenizer_config(directory: RunDirectory) -> TokenizerConfig | None:
         return None
     copy = directory.path / TOKENIZER
     if config.kind == "json" and copy.is_file():
-        config = config.replace(path=str(copy))
+        return config.replace(path=str(copy))
+    if config.path is not None and (directory.path / MANIFEST).is_file():
+        found = read_json(directory.path / MANIFEST)
+        stored = {x.get("tokenizer") for x in (found, *found.get("parts", ()))} - {None}
+        if stored and sha256(storage.copy_of(config.path)) not in stored:
+            raise DataError(
+                f"{config.path} is another tokenizer than that which {directory.path} was trained "
+                "with: restore a copy"
+            )
     return config
 
 

@@ -149,7 +149,8 @@ def _train(
         _checkpoints(config, directory, watchdog, scores) as checkpoints,
     ):
         start, state = _resumed(program, checkpoints)
-        if start >= config.steps:
+        is_missed = bool(multihost_utils.broadcast_one_to_all(_is_missed(config, directory, start)))
+        if start >= config.steps and not is_missed:
             say(f"{directory.path} is complete at step {start}: nothing to train")
             return TrainedRun(start)
         say(f"run directory {directory.path}: compiling its step")
@@ -171,10 +172,13 @@ def _train(
             reporter(config, directory.path, start, trackers, watchdog) as (callbacks, write),
             profiled(step, directory.path / "profile", start=start, window=profile) as step,
         ):
+            evaluations = evaluation_callbacks(config, directory, evaluated, rows_at_once)
             on_state = [
                 StateCallback(config.checkpoint_every, save, signals.is_saving),
-                *evaluation_callbacks(config, directory, evaluated, rows_at_once),
+                *evaluations,
             ]
+            for callback in evaluations if is_missed else ():
+                watchdog.paused()(callback.call)(start, state)
             _, done = train(
                 state,
                 step,
@@ -190,6 +194,15 @@ def _train(
     if done == config.steps:
         say(f"trained {done} steps; checkpoints in {directory.checkpoints}")
     return TrainedRun(done, signals.name if done < config.steps else None)
+
+
+def _is_missed(config: RunConfig, directory: RunDirectory, step: int) -> bool:
+    """Whether the evaluation after a saved step was due and interrupted."""
+    every, names = config.evaluate_every, {f"{task.name}/" for task in config.evaluations}
+    if every is None or not 0 < step <= config.steps or (step % every and step != config.steps):
+        return False
+    records = (x for x in read_metrics(directory.path / METRICS) if x["step"] == step)
+    return not any(key.startswith(tuple(names)) for record in records for key in record)
 
 
 def _stop_after_too_many(

@@ -135,7 +135,7 @@ class Evidence(Recall):
 class Needle(OnDrawnData):
     """Accuracy of a prompt's values after each of `distances` tokens of other facts. They are read
     by "decode", one by one, with the memory on, and off, as published, or by "prefill" in one pass,
-    with fast weights on and off, for thousands of them (`by`). `batch_size`: the number of rows."""
+    with fast weights on and off, for thousands of them (`by`), in `num_rows` rows."""
 
     name = "needle"
     title = "Needles read back"
@@ -144,6 +144,7 @@ class Needle(OnDrawnData):
     rank = 46
 
     distances: Annotated[tuple[Positive, ...], DISTINCT] = (16, 32, 64, 128, 256, 512)
+    num_rows: Positive = 16
     by: By = "decode"
 
     def rows(self, subject: Subject) -> Needles:
@@ -155,7 +156,7 @@ class Needle(OnDrawnData):
         config = self.data_of(subject)
         return config.needles(
             seed=HELD_OUT,
-            num_rows=self.batch_size,
+            num_rows=self.num_rows,
             num_needles=max(1, min(_MAX_NEEDLES, config.num_keys // 2)),
             num_tokens=max(self.distances),
         )

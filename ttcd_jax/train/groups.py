@@ -28,6 +28,12 @@ def rate_factors(config: TransformerConfig, rates: Rates) -> Params | None:
     def factor(name: str) -> float:
         return next((x for pattern, x in rates if fnmatch.fnmatchcase(name, pattern)), 1.0)
 
+    firsts = [next((p for p, _ in rates if fnmatch.fnmatchcase(x, p)), None) for x in names]
+    if unused := [pattern for pattern, _ in rates if pattern not in firsts]:
+        raise UserError(
+            f"OptimizerConfig.rates {rates}: all that {unused[0]!r} names, patterns before it name "
+            "too, and the first one counts: put it first"
+        )
     if not any(map(factor, names)):
         raise UserError(f"OptimizerConfig.rates {rates} freezes every parameter: leave some out")
     return per_parameter(config, factor)

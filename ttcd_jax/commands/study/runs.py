@@ -24,7 +24,7 @@ from ttcd_jax.config import DISTINCT, Bound, Config, NonNegative, Positive
 from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
 from ttcd_jax.data.synthetic import SyntheticConfig
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.measure import by_document, results
 from ttcd_jax.measure.answers import Measured, answers
@@ -227,12 +227,20 @@ def held_out_texts(config: StudyConfig, runs: dict[str, Recipe], path: Path) -> 
             raise UserError(f"two corpora of the study are named {name}: rename one of the folders")
         chosen = np.linspace(0, len(pieces) - 1, min(config.max_pieces, len(pieces))).astype(int)
         documents, cut = zip(*(pieces[index] for index in chosen), strict=True)
-        shown = [piece.decode(errors="ignore") for piece in cut]  # perhaps inside a character
+        shown = [*map(_text, documents, cut)]
         folder = path / "texts" / f"{name}-{digest(shown)[:12]}"
         for number, text in enumerate(shown):
             write_whole(folder / f"{number:03}.txt", text)
         texts[name] = folder, [*documents]
     return texts
+
+
+def _text(document: str, piece: bytes) -> str:
+    """A piece as text, less the characters at its ends that are cut."""
+    text = piece.decode(errors="ignore")
+    if len(text.encode()) < len(piece) - 6:
+        raise DataError(f"{document} is not UTF-8, as the texts of a study are: convert it")
+    return text
 
 
 def compute(
