@@ -258,6 +258,8 @@ LINES = [
     (f"{GENERATE} --prompt_file=- --save_state=tests", 2, "tests exists and is not an empty fol"),
     (f"{GENERATE} --prompt_file=- --load_memory=x --load_state=y", 2, "--load_memory begins a te"),
     (f"{GENERATE} --prompt_file=- --prompt_file=BOOK --save_memory=x", 2, "memory of one text"),
+    (f"{GENERATE} --prompt_file=- --memory=published --save_memory=x", 2, "writes no memory"),
+    (f"{GENERATE} --prompt_file=- --top_p=0.5", 2, "pass a --temperature above 0"),
     (f"{GENERATE} --prompt_file=- --output=FOLDER", 2, "--output=FOLDER must be a file in a fold"),
     (f"{GENERATE} --prompt_file=- --output=FOLDER/absent/x", 2, "must be a file in a fold"),
     (f"{GENERATE} --prompt_file=- --memory=none", 2, "memory"),

@@ -53,8 +53,13 @@ def _check(x: jax.Array, taps: jax.Array, segment_ids: jax.Array | None) -> None
         raise ValueError(f"z is {x.dtype} {x.shape}: it must be float [B, C, L, F]")
     if taps.ndim != 2 or taps.shape[1] != x.shape[3] or not len(taps):
         raise ValueError(f"taps {taps.shape} and z {x.shape} differ in the number of features")
-    if segment_ids is not None and segment_ids.shape != x.shape[:3]:
-        raise ValueError(f"segment_ids {segment_ids.shape} must match the tokens, {x.shape[:3]}")
+    if segment_ids is None:
+        return
+    dtype, shape = segment_ids.dtype, segment_ids.shape
+    if not jnp.issubdtype(dtype, jnp.integer) or shape != x.shape[:3]:
+        raise ValueError(
+            f"segment_ids {dtype} {shape} must be int and match the tokens, {x.shape[:3]}"
+        )
 
 
 def _moved(

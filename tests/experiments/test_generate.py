@@ -109,7 +109,9 @@ def test_a_memory_is_kept_asked_and_written_into_a_plain_model(place, tmp_path):
     run, flag = load_run(run_dir), f"--load_memory={kept}"
     model, tokens = inference_model(run.model), run.tokenizer.encode("Who")
     memory = load_memory(kept, model)
-    twice = commands.run(*line, question, flag, flag, f"--output={tmp_path / 'x.json'}")
+    files = f"--output={tmp_path / 'x.json'}", f"--save_memory={tmp_path / 'more'}"
+    twice = commands.run(*line, question, flag, flag, *files)
+    assert load_memory(tmp_path / "more", model).tokens_read == 66 + 4 + 12  # bos and "Who"
     assert "a memory of 66 tokens" in twice.stderr
     (text,) = json.loads((tmp_path / "x.json").read_text())["texts"]
     found = {}

@@ -207,6 +207,18 @@ def test_other_cases_are_not_the_same_measure(toy, result, tmp_path, caplog):
     refused("is of label 'mine', not 'its': choose", evaluate, *other)
 
 
+def test_a_measure_that_depends_on_the_batch_is_measured_again_in_another(
+    toy, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(toy, "is_by_batch", True)
+    evaluate(toy(), subject := _subject(tmp_path), 7).write()
+    measured = mock.Mock(wraps=toy.measure)
+    monkeypatch.setattr(toy, "measure", lambda *arguments: measured(*arguments))
+    for size, count in ((toy().batch_size, 0), (3, 1)):
+        evaluate(toy(batch_size=size), subject, 7)
+        assert (measured.call_count > 0) == count
+
+
 def test_what_is_measured_is_not_measured_again(toy, tmp_path, monkeypatch, capsys):
     subject, measured = _subject(tmp_path), mock.Mock(wraps=toy.measure)
     first = evaluate(toy(), subject, 7)

@@ -112,7 +112,7 @@ def _tokenizer(folder: Path, vocab_size: int) -> TokenizerConfig | None:
     if chosen == "byte":
         config = TokenizerConfig()
     else:
-        ends = {} if FLAGS.format == "reference" else special_tokens(Path(chosen).parent)
+        ends = special_tokens(Path(chosen).parent)
         config = TokenizerConfig(kind="json", path=chosen, **ends)
     try:
         tokenizer = build_tokenizer(config)

@@ -22,6 +22,7 @@ the name of a special token (<|im_end|>) is that token. Texts go to standard out
 to standard error.
 """
 
+import dataclasses
 import signal
 import sys
 import threading
@@ -107,7 +108,8 @@ def main(argv: list[str]) -> None:
     else:
         rows = [run.tokenizer.encode(prompt) for prompt in prompts]
     requests = [Request(tokens=row, **_settings()) for row in rows]
-    state, options = _state(model, len(rows)), _given("piece_size", "memory")
+    (state, loaded), options = _state(model, len(rows)), _given("piece_size", "memory")
+    before = 0 if state is None else int(state.position[0])
     generation = Generation(model, run.tokenizer, requests, state=state, **options)
     texts = _texts(generation)
     if FLAGS.save_state is not None:
@@ -117,6 +119,9 @@ def main(argv: list[str]) -> None:
         from ttcd_jax.inference.text_memory import memories_of
 
         (memory,) = memories_of(generation.model, generation.state)
+        read = generation.num_prompt_tokens + before
+        read = read if FLAGS.memory == "frozen" else memory.tokens_read
+        memory = dataclasses.replace(memory, tokens_read=loaded + read)
         memory.save(folder := storage.to_path(FLAGS.save_memory))
         note(f"memory saved in {folder.absolute()}: {units.size(memory.nbytes)}")
     if FLAGS.output is not None:
@@ -138,6 +143,8 @@ def _check_flags() -> None:
     is_lost = is_lost and (file.is_dir() or not file.absolute().parent.is_dir())
     has_two = FLAGS.load_memory and (FLAGS.load_state is not None or FLAGS.memory == "published")
     is_of_many = FLAGS.save_memory is not None and len(FLAGS.prompt_file) != 1
+    is_cut = [x for x in ("top_k", "top_p", "min_p") if FLAGS[x].value] and not FLAGS.temperature
+    is_unwritten = FLAGS.save_memory is not None and FLAGS.memory == "published"
     texts = f"--{', --'.join(others)} are for texts, not for the conversation of --chat"
     mistakes = {
         "nothing to do: pass --prompt_file=FILE (- is standard input) or --chat": is_idle,
@@ -147,6 +154,8 @@ def _check_flags() -> None:
         "--max_length is for the start of a text: --load_state has its own": has_both,
         "--load_memory begins a text: leave --load_state and --memory=published out": has_two,
         "--save_memory is the memory of one text: pass one --prompt_file": is_of_many,
+        "--memory=published writes no memory: leave it or --save_memory out": is_unwritten,
+        "--top_k, --top_p and --min_p cut draws: pass a --temperature above 0": is_cut,
         f"--output={FLAGS.output} must be a file in a folder that exists": is_lost,
     }
     for message, is_made in mistakes.items():
@@ -212,8 +221,9 @@ def _settings() -> dict[str, Any]:
     return {"sampling": sampling, "stop": stop} | _given("max_new_tokens")
 
 
-def _state(model: "InferenceModel", num_rows: int) -> "InferenceState | None":
-    """The state that texts continue from; None: the start of a document."""
+def _state(model: "InferenceModel", num_rows: int) -> tuple["InferenceState | None", int]:
+    """(the state that texts continue from, the tokens of its loaded memory); None: the start of a
+    document."""
     from ttcd_jax.inference.saved_state import load_state
     from ttcd_jax.inference.state import start_state
     from ttcd_jax.inference.text_memory import load_memory, start_from
@@ -223,9 +233,9 @@ def _state(model: "InferenceModel", num_rows: int) -> "InferenceState | None":
         first, *others = (load_memory(folder, model) for folder in FLAGS.load_memory)
         memory = sum(others, first)
         note(f"a memory of {memory.tokens_read:,} tokens")
-        return start_from(model, [memory] * num_rows, max_length=length)
+        return start_from(model, [memory] * num_rows, max_length=length), memory.tokens_read
     if FLAGS.load_state is None:
-        return length and start_state(model, num_rows, max_length=length)
+        return length and start_state(model, num_rows, max_length=length), 0
     state = load_state(FLAGS.load_state, model)
     if len(state.position) != num_rows:
         raise UserError(
@@ -233,7 +243,7 @@ def _state(model: "InferenceModel", num_rows: int) -> "InferenceState | None":
             f"are {num_rows} prompts: pass one for each row"
         )
     note(f"{FLAGS.load_state}: {_tokens_read(state)}")
-    return state
+    return state, 0
 
 
 def _texts(generation: "Generation") -> list[dict[str, Any]]:

@@ -110,10 +110,16 @@ def bytes_as_json() -> str:
     tokenizer.add_special_tokens([bos, eos])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, special[bos])]
-    )
+    tokenizer.post_processor = _bos_first(special[bos])
     return tokenizer.to_str(pretty=True)
+
+
+def _bos_first(bos_id: int) -> processors.TemplateProcessing:
+    """What makes transformers begin a text with bos, as rows here do."""
+    bos = BOS_NAMES[0]
+    return processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, bos_id)]
+    )
 
 
 class JsonTokenizer:
@@ -305,6 +311,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     options = {"show_progress": False, "special_tokens": [BOS_NAMES[0], EOS_NAMES[0]]}
     tokenizer.train_from_iterator(texts, vocab_size, min_frequency=0, **options)
+    tokenizer.post_processor = _bos_first(tokenizer.token_to_id(BOS_NAMES[0]))
     return tokenizer.to_str(pretty=True)
 
 

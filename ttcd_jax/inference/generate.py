@@ -40,6 +40,15 @@ class Request:
     def __post_init__(self) -> None:
         if np.ndim(self.tokens) != 1:
             raise UserError(f"a prompt is one row of tokens [T], not {np.shape(self.tokens)}")
+        if not isinstance(self.sampling, SamplingConfig):
+            raise UserError(f"sampling is a SamplingConfig, not {self.sampling!r:.60}")
+        if not isinstance(self.max_new_tokens, int | np.integer):
+            raise UserError(f"max_new_tokens {self.max_new_tokens!r:.40} is no whole number")
+        ends = self.stop_tokens
+        if ends is not None and not (
+            isinstance(ends, Sequence) and all(isinstance(x, int | np.integer) for x in ends)
+        ):
+            raise UserError(f"stop_tokens are tokens, not {ends!r:.60}: pass a tuple of them")
         if self.max_new_tokens < 0:
             raise UserError(f"max_new_tokens must be 0 (read only) or more: {self.max_new_tokens}")
         if isinstance(self.stop, str):

@@ -76,6 +76,8 @@ class TextMemory:
 
 
 def mean(memories: Sequence[TextMemory]) -> TextMemory:
+    if not memories:
+        raise UserError("the mean of no memory: give one or more")
     return sum(memories[1:], memories[0]) / len(memories)
 
 

@@ -159,6 +159,8 @@ class Inspection:
         if at.size and not 0 <= at.min() <= at.max() < count:
             raise UserError(f"queries {at.min()} .. {at.max()} of a row of {count} tokens")
         chosen, found = self.layers if layers is None else tuple(layers), []
+        if not chosen:
+            raise UserError(f"reads of no layer: give some of {self.layers}")
         for memory in map(self.memory, chosen):
             w = memory.weights(at)[:, :count]
             e = memory.errors.reshape(-1, w.shape[2], memory.errors.shape[2] // w.shape[2])[:count]

@@ -114,9 +114,10 @@ def with_stream_memory(
     run: Any, *, window: int = 128, layer: int | None = None, rate: float = 0.3, sinks: int = 4
 ) -> Any:
     """The run (a `LoadedRun`), whose model reads under `window`, with `sinks` first tokens beside
-    it, and has a memory of what its stream lacks beside the model as it is: after `layer` (None: at
-    four fifths of the layers), of this constant rate, as task stream measures. Parameters are
-    shared. Raises `UserError` for a model with a memory, and a window that is not smaller."""
+    it (a windowed model keeps its own), and has a memory of what its stream lacks beside the model
+    as it is: after `layer` (None: at four fifths of the layers), of this constant rate, as task
+    stream measures. Parameters are shared. Raises `UserError` for a model with a memory, and a
+    window that is not smaller."""
     config, params = run.config, nnx.to_pure_dict(nnx.state(run.model, nnx.Param))
     if method_named(config.method).layers != "none":
         raise UserError(f"method {config.method!r} has its own memory: inspect the run as it is")
@@ -127,7 +128,8 @@ def with_stream_memory(
         memory=StreamMemoryConfig(initial_rate=rate, chunk_size=64),
         fast_layers=(config.num_layers * 4 // 5 if layer is None else layer,),
         student_window=window,
-        sink_tokens=sinks,
+        # Both windows have them: those of a windowed model stay, for it is the teacher.
+        sink_tokens=sinks if config.window is None else config.sink_tokens,
     )
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), disk.stored_params(new))
     rows = disk.unstacked(config, disk.by_name(params))

@@ -134,9 +134,10 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
 
 
 def _measured(results: Results) -> Any:
-    """What was measured: the step, the cases, and the options, the rows of a batch apart."""
-    options = json.dumps(results.options | {"batch_size": None}, sort_keys=True)
-    return results.step, results.measured_on, options
+    """What was measured: the step, the cases, and the options, without the rows of a batch unless
+    they matter."""
+    options = results.options | ({} if results.task.is_by_batch else {"batch_size": None})
+    return results.step, results.measured_on, json.dumps(options, sort_keys=True)
 
 
 def _check_finite(task: Task, series: Series[Any], step: int) -> None:

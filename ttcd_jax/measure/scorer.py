@@ -126,21 +126,17 @@ class Scorer:
 
     def controlled(self, rows: Rows, control: Control) -> list[Scores]:
         """`losses` of rows of one length under a control of the memories, read in one pass: of
-        rows half of their number apart, so that none holds its own writes, and few a neighbor's.
-        Whose writes a row reads does not depend on `batch_size`: the first row of a batch, which
-        reads the last one's, is that before it and is not counted."""
+        rows half of their number apart, so that none holds its own writes, and few a neighbor's."""
         found: dict[int, Scores] = {}
         least, half = rules.axis_size("data") * rules.axis_size("fsdp"), -(-len(rows) // 2)
-        lead = int(control == "foreign")
-        size = max(min(self.batch_size, len(rows) + lead), 1 + lead)
-        size = max(size // least, -(-(1 + lead) // least)) * least
+        size = max(min(self.batch_size, len(rows)) // least, 1) * least
+        size += least * (size > len(rows) and size % len(rows) == 1)  # its first row is its last
         order = np.array([i // 2 + i % 2 * half for i in range(len(rows))])
         pairs = np.stack([np.stack([row[:-1], row[1:]], axis=1) for row in rows])
         length = pairs.shape[1]
-        for start in range(0, len(rows), size - lead):
-            index = order[np.arange(start - lead, start - lead + size) % len(rows)]
+        for index in (order[batch] for batch in batches(len(rows), size)):
             scores = self._in_one_pass(pairs[index], np.full(size, length), control)
-            for i, *fields in [*zip(index.tolist(), *scores, strict=True)][lead:]:
+            for i, *fields in zip(index.tolist(), *scores, strict=True):
                 found[i] = Scores(*(x[:length] for x in fields))
         return [found[i] for i in range(len(rows))]
 

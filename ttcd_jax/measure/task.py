@@ -83,6 +83,7 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
     difference: ClassVar[str] = ""  # the unit of differences; "": that of the value
     interval: ClassVar[str] = "seeds"  # what that of a difference is over
     is_detail: ClassVar[bool] = False  # folded on a page
+    is_by_batch: ClassVar[bool] = False  # whether records depend on `batch_size`
     has_variants: ClassVar[bool] = True  # with the memory on and off; else the model as it is
 
     batch_size: Annotated[int, Bound("in 1 .. 65,536", lambda rows: 0 < rows <= 2**16)] = 16

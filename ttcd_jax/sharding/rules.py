@@ -51,6 +51,11 @@ def spec(names: Names, mesh: Mesh | AbstractMesh) -> PartitionSpec:
 def _free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     """Sizes of our mesh axes that the compiler partitions."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if explicit := [name for name in AXES if kinds.get(name) == AxisType.Explicit]:
+        raise UserError(
+            f"mesh axis {explicit[0]!r} is Explicit, and layers are partitioned along Auto axes: "
+            "make the mesh by ttcd_jax.sharding.mesh.build_mesh, or with axis_types Auto"
+        )
     return {name: mesh.shape[name] for name in AXES if kinds.get(name) == AxisType.Auto}
 
 
@@ -225,7 +230,7 @@ def shardings(mesh: Mesh | AbstractMesh, axes: Any, arrays: Any) -> Any:
     def sharding(path: Any, array: Any, names: Names) -> NamedSharding:
         for name, size in zip(names, array.shape, strict=True):
             mesh_axes = RULES[name] if name is not None else ()
-            parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
+            parts = math.prod(mesh.shape.get(axis, 1) for axis in mesh_axes)
             if size % parts:
                 raise UserError(
                     f"{jax.tree_util.keystr(path, simple=True, separator='/')} {array.shape}: its "

@@ -41,7 +41,8 @@ class Controls(FirstTokens[ControlLoss]):
     that it can have), on the rows of task position: "off", nothing is read; "layers", the same of
     every memory alone; "foreign", a document reads what another one wrote; "shuffled", errors are
     stored under the keys of other tokens of their chunk; "no_gap", the student's window is the
-    teacher's. `batch_size` whole rows are read at once for "foreign" and "shuffled"."""
+    teacher's. `batch_size` whole rows are read at once for "foreign" and "shuffled"; it decides
+    whose memory a document reads."""
 
     name = "controls"
     title = "Controls of a trained memory"
@@ -49,6 +50,7 @@ class Controls(FirstTokens[ControlLoss]):
     key = "control"
     x_label = "control"
     rank = 12
+    is_by_batch = True
     has_variants = False
     sentence = "Nats per token more than as trained: what the control takes from the model."
 
