@@ -172,13 +172,11 @@ def _train(
             reporter(config, directory.path, start, trackers, watchdog) as (callbacks, write),
             profiled(step, directory.path / "profile", start=start, window=profile) as step,
         ):
-            evaluations = evaluation_callbacks(config, directory, evaluated, rows_at_once)
-            on_state = [
-                StateCallback(config.checkpoint_every, save, signals.is_saving),
-                *evaluations,
-            ]
-            for callback in evaluations if is_missed else ():
-                watchdog.paused()(callback.call)(start, state)
+            saves = StateCallback(config.checkpoint_every, save, signals.is_saving)
+            others = evaluation_callbacks(config, directory, evaluated, rows_at_once)
+            on_state = [x._replace(call=watchdog.paused()(x.call)) for x in (saves, *others)]
+            for callback in on_state[1:] if is_missed else ():
+                callback.call(start, state)
             _, done = train(
                 state,
                 step,
@@ -187,7 +185,7 @@ def _train(
                 steps=config.steps,
                 placement=program.placed,
                 on_metrics=[*callbacks, *on_metrics, beat],
-                on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
+                on_state=on_state,
                 is_stopping=signals.is_stopping,
                 on_bad=watchdog.paused(watchdog.save_seconds)(on_bad),
             )
