@@ -19,7 +19,7 @@ from ttcd_jax.data.tokenizer import TokenizerConfig, bytes_as_json, train_tokeni
 from ttcd_jax.errors import CheckpointError, DataError
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.run import build
-from ttcd_jax.run.directory import RunDirectory, load_params
+from ttcd_jax.run.directory import RunDirectory, load_params, run_tokenizer
 from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.run.start import inherited_model, plan_start, started_state
 from ttcd_jax.train.checkpoint import Checkpoints
@@ -179,6 +179,19 @@ def test_text_of_another_tokenizer_is_refused_unless_the_embedding_is_dropped(tm
     # An export of bytes has them as a file, and an import of that goes on with bytes.
     (tmp_path / "other.json").write_text(bytes_as_json())
     assert plan_start(config).initialised == ()
+
+
+def test_a_tokenizer_file_that_changed_is_refused_wherever_it_is_read(tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text(train_tokenizer(["some words"], 258))
+    (tmp_path / "a.txt").write_text("some words " * 9)
+    own = TokenizerConfig(kind="json", path=str(path))
+    data = TextConfig(corpus=text_file(tmp_path / "a.txt"), tokenizer=own, seq_len=8)
+    directory, config = RunDirectory(tmp_path / "run"), _config(byte_model(), data=data)
+    directory.claim(config.to_dict(), "", data.rows(0)[1])
+    assert run_tokenizer(directory).vocab_size == 258
+    path.write_text(train_tokenizer(["other words"], 259))
+    refused("own.json is another tokenizer|restore", run_tokenizer, directory, error=DataError)
 
 
 def test_what_is_left_over_or_has_another_shape_is_refused_unless_allowed_by_name(run_of):

@@ -58,6 +58,8 @@ def test_axes_are_automatic_and_only_data_leaves_a_slice():
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
     assert mesh.axis_names == AXES
     assert set(mesh.axis_types) == {AxisType.Auto}
+    explicit = AbstractMesh((2,), ("data",), (AxisType.Explicit,))
+    refused("'data' is Explicit|build_mesh", rules.spec, ("batch",), explicit)
     two = MeshConfig(data=2, fsdp=1, slices=2)
     refused("slices is 2, and the devices come in", build_mesh, two, [*jax.devices()[:1]] * 2)
     devices = [_Device(number, platform="gpu") for number in range(8)]

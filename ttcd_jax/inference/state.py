@@ -108,15 +108,15 @@ def frozen(model: InferenceModel, state: InferenceState) -> tuple[InferenceModel
             return x
         return x._replace(chunks=OpenChunk(layer.written(x, count), x.chunks.open))
 
-    return model.by(config), read_only(model, by_layer(closed, model, state))
+    return model.by(config), read_only(model, _by_layer(closed, model, state))
 
 
 def read_only(model: InferenceModel, state: InferenceState) -> InferenceState:
     """The state without open chunks, and without what only a teacher needs."""
-    return by_layer(lambda layer, x: layer.frozen(x), model, state)
+    return _by_layer(lambda layer, x: layer.frozen(x), model, state)
 
 
-def by_layer(
+def _by_layer(
     change: Callable[[Any, LayerState], LayerState], model: InferenceModel, state: InferenceState
 ) -> InferenceState:
     layers = tuple(

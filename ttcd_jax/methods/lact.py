@@ -198,7 +198,8 @@ class LaCT(Mixer, config=LaCTConfig):
     def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Hidden, None]:
         attention, memory, length = self.config.attention, self.config.memory, x.shape[1]
         check_parts(length, memory.chunk_size)
-        qkv, sinks, operands = self._operands(x, row.positions, row.offsets)
+        offsets = row.offsets if attention.sink_tokens else row.positions
+        qkv, sinks, operands = self._operands(x, row.positions, offsets)
         windows, implementation = (attention.window,), attention.attention_implementation
         (seen,) = attend(*qkv, row.segment_ids, windows, implementation, sinks)
         reads, writes = jax.tree.map(lambda x: to_chunks(x, memory.chunk_size), operands)

@@ -136,7 +136,8 @@ class Attention(Mixer, config=AttentionConfig):
 
     def over_row(self, x: Hidden, row: Row, windows: Windows) -> list[Hidden]:
         """What attention adds to the stream, under each of these windows."""
-        qkv, sinks = self.project(x, row.positions, row.offsets)
+        offsets = row.offsets if self.config.sink_tokens else row.positions
+        qkv, sinks = self.project(x, row.positions, offsets)
         options = windows, self.config.attention_implementation, sinks
         return [*map(self.project_out, attend(*qkv, row.segment_ids, *options))]
 
