@@ -99,7 +99,7 @@ def test_state_of_a_model_holds_one_buffer_per_matrix_and_two_moments_for_the_re
 
 
 def test_an_optimizer_whose_arrays_are_no_moments_is_refused():
-    mesh = AbstractMesh((1,) * len(AXES), AXES)
+    mesh = AbstractMesh((1,) * len(AXES), AXES, (AxisType.Auto,) * len(AXES))
     factored = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
     words = "keeps an array [8] for a parameter [11, 8]|choose one"
     refused(words, state_shardings, MODEL, factored, mesh)
