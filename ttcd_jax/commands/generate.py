@@ -119,8 +119,8 @@ def main(argv: list[str]) -> None:
         from ttcd_jax.inference.text_memory import memories_of
 
         (memory,) = memories_of(generation.model, generation.state)
-        read = generation.num_prompt_tokens + before
-        read = read if FLAGS.memory == "frozen" else memory.tokens_read
+        prompts = before + generation.num_prompt_tokens
+        read = prompts if FLAGS.memory == "frozen" else memory.tokens_read
         memory = dataclasses.replace(memory, tokens_read=loaded + read)
         memory.save(folder := storage.to_path(FLAGS.save_memory))
         note(f"memory saved in {folder.absolute()}: {units.size(memory.nbytes)}")

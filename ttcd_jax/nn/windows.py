@@ -111,24 +111,10 @@ def attend_cached(
 ) -> tuple[Outputs, KVCache]:
     """(the output of each window, the cache after the piece): `attend` over both. Under full
     attention the output is NaN at a token that the cache has no slot for."""
-    outputs, after = _attend_cached(q, k, v, piece, cache, windows, implementation, sinks)
     if windows[0] is None:
         offset, slots = jnp.arange(q.shape[1]), cache.keys.shape[1]
         is_lost = (piece.positions(q.shape[1]) >= slots) & (offset < piece.lengths[:, None])
-        outputs = tuple(jnp.where(is_lost[..., None, None], jnp.nan, x) for x in outputs)
-    return outputs, after
-
-
-def _attend_cached(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    piece: Piece,
-    cache: KVCache,
-    windows: Windows,
-    implementation: Implementation,
-    sinks: Sinks,
-) -> tuple[Outputs, KVCache]:
+        q = jnp.where(is_lost[..., None, None], jnp.nan, q)
     after = _appended(cache, k, v, piece)
     if sinks.count:
         first = after.sinks or (after.keys[:, : sinks.count], after.values[:, : sinks.count])
