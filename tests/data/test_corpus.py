@@ -120,6 +120,15 @@ def test_names_that_mean_splits_are_warned_of(tmp_path, caplog):
     assert "put files into folders train/ and validation/" in caplog.text
 
 
+def test_files_beside_the_splits_of_a_folder_are_warned_of(tmp_path, caplog):
+    config = _folder(tmp_path, ["train/a.txt", "validation/b.txt"])
+    assert [*map(_names, _splits(config))] == [["a.txt"], ["b.txt"]]
+    assert not caplog.text
+    _folder(tmp_path, ["c.txt", "more/train/d.txt"])
+    assert [*map(_names, _splits(config))] == [["a.txt"], ["b.txt"]]
+    assert caplog.text.count("c.txt and all else outside train/ and validation/ (2 of its") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "percent", "end"),
     [
@@ -153,6 +162,7 @@ def test_one_file_is_split_after_a_line_else_a_word_else_a_character(tmp_path, t
         (["a.txt", "b.txt"], {"validation_files": 2}, "has 2 files: 2 cannot be held out"),
         (["train/a.txt", "validation/b.txt"], {"validation_files": 1}, "or has its own splits"),
         (["a.txt"], {"path": "a.txt", "validation_files": 1}, "no files to hold out: it is one"),
+        (["a.txt"], {"path": "a.txt", "glob": "*.txt"}, "a folder and a.txt is a file: leave the"),
         (["a.txt"], {"field": "nope"}, "field 'nope' is for files of many documents"),
     ],
 )

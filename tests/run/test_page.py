@@ -3,6 +3,7 @@ run, its settings. The directories are written here, nothing is trained."""
 
 import html
 import json
+from types import SimpleNamespace
 
 import pytest
 from small_models import SETTINGS, config_of, run_config
@@ -97,8 +98,11 @@ def test_a_run_has_a_row_and_its_settings(made):
     config = json.loads((other.path / "config.json").read_text())
     config["changes"] = [{"step": 3, "field": "RunConfig.steps", "old": 4, "new": 8}]
     (other.path / "config.json").write_text(json.dumps(config))
-    section = settings_section([mine, other])
-    settings = {row["setting"]: (row["mine"], row["other"]) for row in section.table}
+    of_steps = ((4, "recall"), (2, "ppl"), (4, "ruler"))
+    results = {"mine": [SimpleNamespace(step=step, folder=x) for step, x in of_steps]}
+    section = settings_section([mine, other], results)
+    settings = {row["setting"]: (row.get("mine"), row.get("other")) for row in section.table}
+    assert settings["evaluated at step"][0] == "2 (ppl); 4 (recall, ruler)"
     assert settings["seed"] == ("0", "3")
     assert settings["model.method"] == ("ipttcd", "swa")
     assert settings["commit"] == ("0123456789ab",) * 2

@@ -150,7 +150,9 @@ def test_what_is_lacking_is_drawn_as_a_fresh_run_draws_it_and_listed(plain):
     assert plan.dropped == ()
     assert len(plan.taken) == len(stored_params(PLAIN))
     assert "initialised: layers/0,1,4/mlp/proj" in plan.lines()
-    assert len(plan.lines()) == 4  # P, the rate, two convolutions
+    assert len(plan.initialised) == 12  # P, the rate, two convolutions
+    changed = {"changed: method: swa -> ipttcd", "changed: fast_layers: [] -> [0, 1, 4]"}
+    assert {x for x in plan.lines() if x.startswith("changed")} == changed
     state = started_state(build.Program(config))[-1]
     fresh = build.Program(config).fresh_state()
     assert state["params"]["group_0"]["block_0"]["mlp"]["proj"].shape == (2, 16, 16)

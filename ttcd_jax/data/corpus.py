@@ -217,7 +217,13 @@ def _input_files(
         raise DataError(f"no file or folder at {path}: give the path of the text {_OF_A_RECIPE}")
     if num_held_out and (has_splits(path) or not path.is_dir()):
         raise DataError(f"{path} has no files to hold out: it is one file or has its own splits")
+    if not path.is_dir() and config.binds("glob"):
+        raise DataError(
+            f"CorpusConfig.glob {config.glob!r} chooses files of a folder and {path} is a file: "
+            "leave the glob out"
+        )
     if has_splits(path):
+        _warn_of_files_beside(path, config.glob)
         found = {split: _folder_files(path, split, config.glob) for split in splits}
         return [(split, *file) for split in splits for file in found[split].items()]
     named = _folder_files(path, ".", config.glob) if path.is_dir() else {path.name: path}
@@ -238,6 +244,16 @@ def _warn_of_split_names(path: Path, names: Iterable[str]) -> None:
         _warn_once(
             f"{path}: {found[False]} is read as {found[True]} is, their names say nothing here: "
             "put files into folders train/ and validation/, or choose some by a glob"
+        )
+
+
+def _warn_of_files_beside(path: Path, glob: str) -> None:
+    """Warns of files that are in neither split of a folder."""
+    others = [x for x in _files(path, glob) if PurePath(x).parts[0] not in SPLITS]
+    if others:
+        _warn_once(
+            f"{path}: {others[0]} and all else outside train/ and validation/ ({len(others)} of "
+            "its files) is not read: move it into one of them"
         )
 
 

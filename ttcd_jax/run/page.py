@@ -196,9 +196,12 @@ def _by_step(path: Path, title: str, y_label: str, lines: BySeries, sentence: st
     return Picture(path.absolute(), sentence)
 
 
-def settings_section(runs: Sequence[Run]) -> Section:
+def settings_section(
+    runs: Sequence[Run], results: Mapping[str, Sequence[Results]] | None = None
+) -> Section:
     """What made every run, a column each, and the rest of its row: commit, seed and windows, the
-    fields in which the runs differ; above it the commands, and the changes since."""
+    fields in which the runs differ, the steps of its results; above it the commands, and the
+    changes since."""
     columns, lines, fields = {}, [], [by_path(run.config) for run in runs]
     names: dict[str, None] = dict.fromkeys(("seed", "model.window", "model.student_window"))
     for name in dict.fromkeys(name for found in fields for name in found):
@@ -207,6 +210,12 @@ def settings_section(runs: Sequence[Run]) -> Section:
     for run, found in zip(runs, fields, strict=True):
         rest = {x: cells([{x: y}])[1][0][0] for x, y in run.row.items() if x not in COLUMNS}
         own = {name: str(found[name][1]) for name in names if name in found}
+        steps: dict[int, list[str]] = {}
+        for x in (results or {}).get(run.label, ()):
+            steps.setdefault(x.step, []).append(x.folder)
+        if steps:
+            evaluated = (f"{step} ({', '.join(steps[step])})" for step in sorted(steps))
+            own |= {"evaluated at step": "; ".join(evaluated)}
         columns[run.label] = {"commit": str(run.environment.get("commit"))[:12]} | own | rest
         changes = read_json(run.path / "config.json").get("changes") or ()
         since = ", ".join(f"{x['field']} = {x['new']}" for x in changes)
@@ -258,7 +267,7 @@ def write_report(
         title=(" and ".join(known) or "Measurements") if len(known) < 5 else f"{len(known)} runs",
         runs=first_columns(runs),
         colours=colours,
-        sections=[*sections, *([settings_section(runs)] if runs else [])],
+        sections=[*sections, *([settings_section(runs, results)] if runs else [])],
         next_steps=next_steps,
         answers=answers(measured(results), known),
     )

@@ -11,7 +11,7 @@ from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.run.bindings import Inherit
 from ttcd_jax.run.build import Program
-from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.config import RunConfig, by_path
 from ttcd_jax.run.directory import RunDirectory, model_config, open_checkpoints, tokenizer_config
 from ttcd_jax.sharding.rules import replicated
 from ttcd_jax.train import layers_on_disk as disk
@@ -19,16 +19,20 @@ from ttcd_jax.train.state import TrainState, init_params, placed_as
 
 
 class StartPlan(NamedTuple):
-    """Names on disk of the parameters that a run takes from another, draws anew, or leaves out."""
+    """Names on disk of the parameters that a run takes from another, draws anew, or leaves out; the
+    model's fields that both have with other values, `field: theirs -> ours`."""
 
     taken: tuple[str, ...]
     initialised: tuple[str, ...]
     dropped: tuple[str, ...]
+    changed: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """The parameters that are not taken, one line per name with all its layers."""
+        """The parameters that are not taken, one line per name with all its layers, and the fields
+        that have changed."""
         kinds = {"initialised": self.initialised, "dropped": self.dropped}
-        return [f"{kind}: {x}" for kind, names in kinds.items() for x in disk.by_layers(names)]
+        lines = [f"{kind}: {x}" for kind, names in kinds.items() for x in disk.by_layers(names)]
+        return lines + [f"changed: {x}" for x in self.changed]
 
 
 def inherited_model(run_dir: RunDirectory | None = None) -> Inherit:
@@ -62,8 +66,8 @@ def plan_start(config: RunConfig) -> StartPlan:
     `UserError` for a pattern of `start_drops` that names nothing and for data of another tokenizer,
     `CheckpointError` for parameters of another shape or unknown to the model."""
     assert config.start_from is not None
-    stored = disk.stored_params(model_config(RunDirectory(config.start_from)))
-    model = disk.stored_params(config.model)
+    theirs = model_config(RunDirectory(config.start_from))
+    stored, model = disk.stored_params(theirs), disk.stored_params(config.model)
     where = "RunConfig.start_drops", stored, repr(config.start_from)
     dropped = {x for pattern in config.start_drops for x in disk.matching(pattern, *where)}
     offered = {name: leaf for name, leaf in stored.items() if name not in dropped}
@@ -76,7 +80,10 @@ def plan_start(config: RunConfig) -> StartPlan:
     if "embedding" in offered:
         _check_tokenizer(config.start_from, getattr(config.data, "tokenizer", None))
     initialised = tuple(name for name in model if name not in offered)
-    return StartPlan(tuple(offered), initialised, tuple(sorted(dropped)))
+    before, after = by_path(theirs.to_dict()), by_path(config.model.to_dict())
+    both = ((path, before[path][1], after[path][1]) for path in after if path in before)
+    changed = tuple(f"{path}: {old} -> {new}" for path, old, new in both if old != new)
+    return StartPlan(tuple(offered), initialised, tuple(sorted(dropped)), changed)
 
 
 def _check_tokenizer(start_from: str, own: TokenizerConfig | None) -> None:
