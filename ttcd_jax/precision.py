@@ -12,7 +12,8 @@ FloatName = Literal["float64", "float32", "bfloat16", "float16"]
 
 class Precision(Config):
     """The dtypes `param` of weights and optimizer moments, `compute` of the operands of products,
-    `state` of their sums, of softmax statistics, log-sum-exps and sums of delta_w."""
+    `state` of what memories sum, their products, decays and states. Softmax statistics are float32,
+    or wider where queries are."""
 
     param: FloatName = "float32"
     compute: FloatName = "float32"

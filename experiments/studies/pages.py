@@ -62,7 +62,7 @@ def drawn(page: Path, folder: Path = RECORDS) -> str:
             return f"{start}\n\nNo record yet: `{spec['command']}`. {end}"
         head, records = _read(file, spec)
         parts = [part for record in records for part in _parts(spec, record)]
-        text = f"{start}\n\n{_table(spec, parts)}\n"
+        text = f"{start}\n\n{_table(spec, parts, _fewer_seeds(file))}\n"
         if file not in seen and spec.get("note", True):
             seen.add(file)
             text += f"\n{_note(head, os.path.relpath(file, page.parent))} "
@@ -81,6 +81,16 @@ def _read(file: Path, spec: Spec) -> tuple[Spec, list[Spec]]:
     if missing := {*names} - {x["row"] for x in rows}:
         raise DataError(f"{file} has no row {', '.join(sorted(missing))}: mend pages.toml")
     return head, [row for name in names for row in rows if row["row"] == name]
+
+
+def _fewer_seeds(file: Path) -> dict[str, list[int]]:
+    """The recipes that were trained with some of the study's seeds alone, and these."""
+    head, *rows = [parse_json(line, file) for line in file.read_bytes().splitlines()]
+    trained: dict[str, list[int]] = {}
+    for row in rows:
+        if seeds := [x for x in head.get("seeds", ()) if row.get(f"seed {x}") is not None]:
+            trained[row["row"].partition(", ")[0]] = seeds
+    return {x: y for x, y in trained.items() if len(y) < len(head["seeds"])}
 
 
 def _joined(folder: Path, name: str, parts: dict[str, Spec]) -> Spec:
@@ -102,13 +112,18 @@ def _parts(spec: Spec, record: Spec) -> list[Spec]:
     return [{"row": x} | {field: value for name, field, value in split if name == x} for x in names]
 
 
-def _table(spec: Spec, records: list[Spec]) -> str:
+def _table(spec: Spec, records: list[Spec], fewer: dict[str, list[int]] | None = None) -> str:
+    """`fewer`: rows of some of the seeds, named where no column is of one seed."""
     columns = [(x, x) if isinstance(x, str) else x for x in spec["columns"]]
+    if any("seed" in x for column in columns for x in column):
+        fewer = None
     lines = [[spec.get("first", ""), *(heading for heading, *_ in columns)]]
     names = spec.get("names", {})
     for record in records:
         cells = (_cell(spec, record, *x[1:]) for x in columns)
-        lines.append([names.get(record["row"], record["row"]), *cells])
+        seeds = (fewer or {}).get(record["row"].partition(", ")[0])
+        of_seeds = f" (seed {', '.join(map(str, seeds))})" if seeds else ""
+        lines.append([names.get(record["row"], record["row"]) + of_seeds, *cells])
     head, *body = ["| " + " | ".join(x.replace("|", "\\|") for x in line) + " |" for line in lines]
     return "\n".join((head, f"|{'---|' * len(lines[0])}", *body))
 

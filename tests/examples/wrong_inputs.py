@@ -46,6 +46,11 @@ def read(call, *tokens):
     return call(model, start_state(model, 2), *tokens)
 
 
+def replaced(mlp):
+    return BLOCK.replace(mlp=BLOCK.mlp.replace(mlp=mlp))
+
+
+STATE, NARROW = block.start(2, None), BLOCK.mlp.mlp.replace(dim=8)
 CASES = [
     ("float32 [2, 12, 16]|float [B, T, 32]", block, H[..., :16]),
     ("int32 [2, 12]|float [B, T, 32]", block, IDS),
@@ -59,6 +64,9 @@ CASES = [
     ("12 tokens|8 that the open chunk of 8", piece, H, 0),
     ("4 tokens|one start for all rows", piece, H[:, :4], jnp.asarray([0, 4])),
     ("h has 1 rows|2 rows", extend, 8, 0, 1),
+    ("h has 2 rows of 3 tokens|made of 2 of 4", block.extend, H[:, :3], piece(H[:, :4], 4), STATE),
+    ("h has 2 rows of 4 tokens|made of 1 of 4", block.extend, H[:, :4], piece(H[:1, :4], 4), STATE),
+    ("mixer dim 32 and mlp dim 8|give them one", replaced, NARROW),
     ("h is a list|float [B, T, 32]", block, [[1.0]]),
     ("IPTTCDBlock|nnx.Rngs(seed)|0", partial(IPTTCDBlock, BLOCK, rngs=0)),
     ("IPTTCDMLP|IPTTCDConfig|IPTTCDBlockConfig", partial(IPTTCDMLP, BLOCK, rngs=nnx.Rngs(0))),

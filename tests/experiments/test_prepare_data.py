@@ -177,6 +177,9 @@ def test_a_stopped_command_is_continued_or_clears_up(tmp_path, stop):
         ("--tokenizer={json} {latin} {out}", 3, "latin.txt: text is not UTF-8 at byte 2 of 5; con"),
         ("--train_tokenizer=300 {latin} {out}", 3, "error: latin.txt: text is not UTF-8 at byte 2"),
         ("--train_tokenizer=300 {ids} {out}", 3, "has token ids: name a column of text in --field"),
+        ("--verify=x {in}", 2, "--input has no effect with --verify: leave it out"),
+        ("--train_tokenizer=300 {in} {out} --samples_are_rows", 2, "--samples_are_rows has no eff"),
+        ("--tokenizer=byte {in} {out} --glob=*.txt", 3, "chooses files of a folder and"),
         ("--verify=/absent", 3, "/absent holds no token records"),
     ],
 )

@@ -17,6 +17,7 @@ from ttcd_jax.commands.cli import CONFIG_DIR
 from ttcd_jax.commands.study import runs
 from ttcd_jax.commands.study.runs import StudyConfig, write_records, write_study
 from ttcd_jax.data.corpus import CorpusConfig, load_documents
+from ttcd_jax.data.documents import Document
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import write_whole
 from ttcd_jax.measure.by_document import means_over_documents, means_over_seeds
@@ -113,6 +114,19 @@ def test_every_run_is_evaluated_on_the_same_pieces(path):
     corpus = path.parent / "corpus" / "validation"
     for piece, name in zip(pieces, documents, strict=True):
         assert piece in (corpus / name).read_text()
+
+
+def test_pieces_are_of_whole_characters_and_never_short(folder, tmp_path):
+    text = "".join(f"{i}é日" for i in range(200))
+    document = Document("x.txt", text.encode())
+    starts = range(0, len(document.text) - 40, 40)
+    pieces = [runs._text(document, start, 40) for start in starts]
+    assert all(piece in text and 40 <= len(piece.encode()) <= 43 for piece in pieces)
+    refused(
+        "x.txt is not UTF-8", runs._text, Document("x.txt", b"\xe9t\xe9 "), 0, 4, error=DataError
+    )
+    (task, _) = _study(folder).evaluations
+    assert (runs._of_all(task, 80).max_rows, runs._of_all(task, 9)) == (80, task)
 
 
 def test_tables_and_records_are_means_of_seeds_and_paired_differences(path):
@@ -305,6 +319,14 @@ def test_controls_of_a_recipe_are_its_own_run_with_one_change(folder):
         run, rates = recipe.config, recipe.config.optimizer.rates
         assert (len(rates), run.memory_warmup) == ((2, 3) if keeps else (1, 0)), name
     assert study.chosen(found, ["other_eta0"]) == [("other_eta0", 3), ("other_eta0", 5)]
+    (longer,) = {
+        study.runs(["ScheduleConfig.steps=40"])["other_swa_flops"].config.optimizer.schedule
+    }
+    assert longer.steps == round(40 * ratio)
+    once = study.replace(
+        recipes=study.recipes[1:], once=study.recipes[:1], controls=("swa",)
+    ).runs()
+    assert [once[x].is_once for x in ("other", "base")] == [False, False]  # the control of a recipe
     (folder / "other_eta0.gin").write_text((folder / "base.gin").read_text())
     again = study.replace(once=(f"{folder}/other_eta0.gin",))
     refused("other_eta0.gin is not the control eta0: rename it", again.runs)

@@ -111,6 +111,17 @@ def test_the_token_that_ends_a_row_is_an_event_and_not_read(model, greedy, reaso
     assert [*Generation(model, tokenizer, [request])] == [Event(0, "", greedy[0], "eos")]
 
 
+def test_the_name_of_a_special_token_stops_a_text(model, greedy):
+    """Its own text is empty, so that no string is found."""
+    end = next(i for i, token in enumerate(greedy) if token not in greedy[:i] and i)
+    tokenizer = ByteTokenizer()
+    tokenizer.special_id = {"<|im_end|>": greedy[end]}.get
+    request = _request(stop=("<|im_end|>",))
+    events = [*Generation(model, tokenizer, [request])]
+    assert [event.token for event in events] == greedy[: end + 1]
+    assert events[-1].finish_reason == "eos"
+
+
 def test_one_program_serves_all_tokens_and_settings(model):
     next_token.clear_cache()
     model = jax.device_put(model, jax.devices()[0])  # committed to it, as a restored one is

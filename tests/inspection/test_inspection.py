@@ -19,6 +19,7 @@ from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.inspection import reading, with_stream_memory
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.models.config import switched_off
+from ttcd_jax.precision import Precision
 from ttcd_jax.train.loss import token_scores
 from ttcd_jax.train.state import with_params
 
@@ -64,6 +65,18 @@ def test_losses_are_those_of_a_scorer_with_and_without_controls(seen):
         assert_close(found[1:], expected, 1e-5)
     assert np.abs(seen.without_layer(1) - seen.loss_on)[1:].max() > 1e-4
     assert np.abs(seen.without_layer(1) - seen.without_layer(0))[1:].max() > 1e-4
+
+
+def test_what_bfloat16_computes_is_summed_and_saved_in_float32():
+    config = config_of("ipttcd", memory=DELTA, fast_layers=(0, 1), vocab_size=258)
+    found = inspect(_run(config.replace(precision=Precision(compute="bfloat16"))), TEXTS[0] * 60)
+    file = io.BytesIO()
+    np.savez(file, **found.arrays())
+    file.seek(0)
+    gate = np.load(file)["gate"]
+    assert gate.dtype == np.float32
+    assert found.table()[0]["gate"] == pytest.approx(gate[0].mean(dtype=float), rel=1e-4)
+    assert found.memory(0).walk.writes.dtype == float
 
 
 def test_arrays_reads_and_pictures_fit_each_other(seen, tmp_path):

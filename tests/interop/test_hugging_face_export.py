@@ -84,6 +84,7 @@ EXPORTED = ("ipttcd", "ipttt", "swa", "full")
         ("ipttcd", {"memory": MemoryConfig(orthogonalizes_updates=True)}, "orthogonalizes_"),
         ("ipttcd", {"memory": MemoryConfig(error="teacher")}, "error='teacher'"),
         ("ipttcd", {"memory": MemoryConfig(gate="teacher")}, "gate='teacher'"),
+        ("ipttcd", {"memory": MemoryConfig(is_conv_causal=False)}, "reads features of later"),
         *((method, {}, f"'{method}'|--form") for method in METHODS if method not in EXPORTED),
     ],
 )

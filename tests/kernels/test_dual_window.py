@@ -96,6 +96,14 @@ LENGTHS = ((100, 100), (70, 101), (5, 60))
 BANDS = ((0, 1), (0, 16), (16, 60), (7, 200), (20, 20))
 
 
+def test_padding_behind_the_documents_of_a_row_hides_no_other_document():
+    """It has id 0, as in packed rows."""
+    ids = jnp.array([[1, 1, 2, 2, 3, 0, 0], [0, 0, 1, 1, 2, 2, 2], [1, 2, 0, 0, 1, 0, 0]])
+    found = documents(ids)
+    assert found.first_seen.tolist() == [[0, 0, 2, 2, 4, 5, 5], [0, 0, 2, 2, 4, 4, 4], [0] * 7]
+    assert found.last_seeing.tolist() == [[1, 1, 3, 3, 4, 6, 6], [1, 1, 3, 3, 6, 6, 6], [6] * 7]
+
+
 @pytest.mark.parametrize("length", [None, 1, 16, 37, "again"])
 def test_tiles_cover_the_bands_exactly_and_inner_ones_hide_nothing(length):
     """With documents of some tiles, of one key, whose ids come again."""

@@ -368,7 +368,8 @@ def test_the_records_of_a_report_have_what_the_tables_show():
     rows += [row(check, **{"max rel. error": e}) for e in (0.5, 0.25)]
     rows += [row(check._replace(case="z"), **{"max rel. error": 0.5})]
     rows += [row(times, **{"forward time ms": 2.0, "forward % of floor": 50.0}), row(step, MiB=3)]
-    report = {"environment": {"device": "H100"}, "surroundings": {"a": {"jax": 1, "triton": 2}}}
+    surroundings = {"old": {"jax": 0, "triton": 0}, "a": {"jax": 1, "triton": 2}}
+    report = {"environment": {"device": "H100"}, "surroundings": surroundings}
     head, *found = records.rows_of(report | {"rows": rows})
     assert head["command"] == "python -m experiments.kernels --steps check times step"
     assert (head["device"], head["on"]) == ("H100", "jax 1, triton 2")

@@ -20,7 +20,8 @@ from ttcd_jax.measure.pictures import (
     plot_lines,
 )
 from ttcd_jax.methods import METHODS
-from ttcd_jax.tasks.documents import Position, PositionLoss
+from ttcd_jax.tasks.controls import TRAINED, ControlLoss, Controls
+from ttcd_jax.tasks.documents import Position, PositionLoss, Recurrence, SliceLoss
 from ttcd_jax.tasks.recall import DistanceAccuracy, Evidence
 
 CONTENT = '<svg><style>svg { color: red }</style><g id="a"/><use xlink:href="#a"/></svg>'
@@ -220,6 +221,35 @@ def test_the_answer_is_what_the_records_say():
     assert (alone.verdict, alone.text[:5]) == ("No control here:", "mine.")
 
 
+def test_a_verdict_is_that_of_everything_where_some_task_has_it():
+    """Not of the last slice, nor of the last control."""
+
+    def slices(sign: float) -> list[SliceLoss]:
+        names = (("n = 4, new", 90, -sign), ("n = 4, beyond (31-)", 10, sign))
+        return [
+            SliceLoss(name, 4, 0, 1, i, size, size * (2 + x + i / 99))
+            for name, size, x in names
+            for i in range(8)
+        ]
+
+    def trained(as_trained: float, no_gap: float) -> list[ControlLoss]:
+        found = ((TRAINED, as_trained), ("no gap", no_gap))
+        return [ControlLoss(x, i, 9, 9 * (y + i / 99)) for x, y in found for i in range(8)]
+
+    facts = {"mine": Facts(**MINE), "SWA": Facts(**SWA)}
+    runs = {"mine": {0: {"mine": slices(-0.2)}}, "SWA": {0: {"SWA": slices(0.0)}}}
+    sliced = Measured(Recurrence, "Slices", runs)
+    first, *_ = answers([sliced], facts)
+    assert first.verdict == "mine: better than SWA (n = 4, beyond (31-))."
+    off, swa = _losses(2, 2, 2), [x._replace(nll=x.nll - 1) for x in _losses(2, 2, 2)]
+    runs = {"mine": {0: {"mine": off}}, "SWA": {0: {"SWA": swa}}}
+    first, *_ = answers([sliced, Measured(Position, "Text", runs)], facts)
+    assert first.verdict == "mine: worse than SWA."
+    runs = {"mine": {0: {"mine": trained(1, 4)}}, "SWA": {0: {"SWA": trained(2, 3)}}}
+    first, *_ = answers([Measured(Controls, "Controls", runs)], facts)
+    assert first.verdict == "mine: better than SWA."
+
+
 def test_an_answer_has_three_tasks_and_what_is_not_alike():
     """No detail, no speed of another device, no bucket alone; the steps, and over what ± is."""
 
@@ -287,7 +317,8 @@ def test_tables_have_the_differences_behind_the_columns_of_their_run():
     assert (far["A, on - off"], far["A, less SWA"]) == ("+0.800 ± 0.042", "+0.700 ± 0.049")
     assert near["A, less SWA"].startswith("+0.000 ± 0.0")
     first, *_ = answers([measured], {"A": Facts(**MINE), "SWA": Facts(**SWA)})
-    assert first.verdict == "A: better than SWA; better with its memory on than off."
+    on = "better with its memory on than off (beyond 48)"
+    assert first.verdict == f"A: better than SWA (beyond 48); {on}."
 
 
 def test_without_the_packages_there_is_nothing_old_and_the_extra_is_named(

@@ -14,12 +14,13 @@ from flax import nnx
 from small_models import FLOAT64, config_of, outside_method
 from ttcd_kernels import launch
 
-from ttcd_jax import IPTTCDMLP, IPTTCDConfig, MemoryConfig, MLPConfig, Precision
+from ttcd_jax import IPTTCDMLP, IPTTCDConfig, MemoryConfig, MLPConfig, Piece, Precision, Transformer
 from ttcd_jax.memory.distillation import Distillation
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.ideal import IdealConfig, IdealMemoryConfig, IdealMLP
 from ttcd_jax.methods.ip_ttt import IPTTTMLP, IPTTTConfig, TargetMemoryConfig
 from ttcd_jax.models.config import block_configs
+from ttcd_jax.nn.block import Block
 from ttcd_jax.nn.row import Row
 
 D, F, L = 6, 8, 4
@@ -378,3 +379,42 @@ def test_a_memory_that_reads_other_shapes_is_refused(float64, monkeypatch):
     monkeypatch.setattr(type(layer.memory(4)), "read", lambda self, state, z: self.w_base + state)
     words = "Hebbian.read gives y [2, 3, |and the layer needs [2, 3, 4, 8]"
     checks.refused(words, layer, *checks.draw(0, (2, 10, 8), (2, 10, 8)))
+
+
+def test_the_size_of_a_memory_is_of_rows_that_end_in_a_token_where_some_do():
+    """Padding, segment 0, would reset it, and be all that it measures."""
+    config = config_of("ipttcd", memory=_ipttcd(form="blocked"))
+    model = checks.randomize(Transformer, config)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 12)))
+    ids = jnp.ones((2, 12), jnp.int32)
+
+    def stats(ids):
+        return model.forward(tokens[: len(ids)], ids)[1]
+
+    padded = ids.at[1, 9:].set(0)
+    both, first = stats(padded), stats(ids[:1])
+    for name in ("memory_ratio", "window_share"):
+        checks.assert_close(getattr(both, name), getattr(first, name))
+        assert np.abs(getattr(stats(ids), name) - getattr(first, name)).max() > 1e-6
+        assert np.isfinite(getattr(stats(padded[1:]), name)).all()
+
+
+@pytest.mark.parametrize("memory", [_ipttcd(form="blocked"), _ipttcd(half_lives=(4.0, 90.0))])
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_narrow_types_take_wide_streams_and_documents(memory, state):
+    """Where the stream of a caller is float32, and where states are bfloat16."""
+    precision = Precision(compute="bfloat16", state=state)
+    config = config_of("ipttcd", memory=memory, precision=precision)
+    block = checks.randomize(Block, block_configs(config)[0])
+    h = jnp.asarray(np.random.default_rng(0).normal(size=(2, 24, config.dim)), jnp.float32)
+    ids = jnp.repeat(jnp.arange(4), 6)[None].repeat(2, 0)
+
+    def loss(h, ids=None):
+        return block(h, segment_ids=ids).astype(jnp.float32).sum()
+
+    for given in ((h,), (h, ids)):
+        assert np.isfinite(jax.grad(loss)(*given)).all()
+    states = block.start(2, None)
+    piece = Piece.of(h[:, :1], 0, chunk_size=L, window=config.window)
+    after = jax.eval_shape(lambda state: block.extend(h[:, :1], piece, state)[1], states)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, states)

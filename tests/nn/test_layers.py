@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, draw, randomize, refused
-from small_models import config_of, small_attention
+from small_models import WINDOW, config_of, small_attention
 from ttcd_kernels.measure import temp_bytes
 
 from ttcd_jax import Block, Piece, RopeConfig
@@ -80,5 +80,12 @@ def test_embeddings_that_do_not_fit_the_rows_are_refused():
     memory = TargetMemoryConfig(target="embedding", chunk_size=4)
     block = randomize(Block, block_configs(config_of("ipttt", memory=memory))[0])
     (h,) = draw(0, (2, 8, 8))
+    whole, state, pieces = block(h, embeddings=h), block.start(2, None), []
+    for start in map(np.int64, (0, 4)):
+        own = h[:, start : start + 4]
+        piece = Piece.of(own, start, chunk_size=4, window=WINDOW, embeddings=own)
+        y, state = block.extend(own, piece, state)
+        pieces.append(y)
+    assert_close(np.concatenate(pieces, 1), whole)
     for embeddings, words in ((None, "pass embeddings"), (h[:, :4], "[2, 4, 8]"), (h[:1], "[1, 8")):
         refused(words, block, h, embeddings=embeddings)

@@ -149,6 +149,7 @@ def test_a_parameter_may_swap_a_class_the_file_configured(load):
         ("Tree.data = @Memory()", "Memory lacks a value; bind Memory.eta = <"),
         ("Recall.num_pairs = 2", "run.gin:1: Recall.num_pairs has no effect, no Recall is built; "),
         ("Recall.num_pairs = 2", "no Recall is built; remove it or bind Tree.data = @Recall()"),
+        ("Memory.mode = 'fold'", "remove it or bind Tree.blocks = (@Memory(),)"),
         ("big/Rope.theta = 2.0", "bind Attention.rope = @big/Rope() or Memory.rope = @big/Rope()"),
         ("Tree.steps = 1 + 1", "run.gin:1: Expected newline."),
         ("Tree.name = small", "run.gin:1: cannot read the value 'small'; a string needs quotes"),

@@ -13,8 +13,11 @@ from checks import refused
 from small_models import run_config
 
 from ttcd_jax import RunConfig
-from ttcd_jax.data.tokenizer import train_tokenizer
+from ttcd_jax.data.corpus import CorpusConfig
+from ttcd_jax.data.sources import MixtureConfig, TextConfig
+from ttcd_jax.data.tokenizer import TokenizerConfig, train_tokenizer
 from ttcd_jax.errors import CheckpointError
+from ttcd_jax.run.config import accepted_changes, common_fields
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.sharding.mesh import MeshConfig
 
@@ -117,6 +120,20 @@ def test_what_makes_another_run_is_refused_though_named(claim):
         assert "--change" not in message
         claim(CONFIG)
         assert path.read_bytes() == before
+
+
+def test_parts_of_a_mixture_may_lie_elsewhere_and_not_be_others():
+    def stored(path, percent):
+        corpus = CorpusConfig(kind="text", path=path, validation_percent=percent)
+        text = TextConfig(corpus=corpus, tokenizer=TokenizerConfig(), seq_len=8)
+        return {"data": MixtureConfig(parts=(text, text), weights=(1, 1), seq_len=8).to_dict()}
+
+    here, moved, other = stored("a", 5), stored("b", 5), stored("b", 6)
+    assert common_fields(here) == common_fields(moved) != common_fields(other)
+    (first, second) = accepted_changes(Path("run"), here, moved, None)
+    assert first == second == {"field": "CorpusConfig.path", "old": "a", "new": "b"}
+    words = "data.parts.0.corpus.validation_percent: 5 -> 6"
+    refused(words, accepted_changes, Path("run"), here, other, None)
 
 
 def test_moved_text_goes_on_and_one_of_another_tokenizer_does_not(tmp_path):

@@ -18,7 +18,7 @@ from ttcd_jax.train.watchdog import Watchdog
 
 def test_what_a_run_says_of_its_speed_is_that_of_the_clock(tmp_path, capsys, monkeypatch, caplog):
     """64 tokens per step of 1,000 FLOPs each on two devices of 1e5 FLOPs per second: 30 s for the
-    first two steps, then 4 s for each; 6 and 2 s of them waiting for batches."""
+    first two steps, then 4 s for each and 3 s of an evaluation; 6 and 2 s waiting for batches."""
     clock, tracker = [100.0], mock.Mock()
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(reporting, "training_flops_per_token", lambda *_: 1000.0)
@@ -26,9 +26,10 @@ def test_what_a_run_says_of_its_speed_is_that_of_the_clock(tmp_path, capsys, mon
     monkeypatch.setattr("jax.device_count", lambda: 2)
     config = bad_steps_run.CONFIG.replace(batch_size=8, log_every=2, steps=100)
     with reporting.reporter(config, tmp_path, 0, [tracker], Watchdog(1)) as ((callback,), write):
-        for step, now, waited, ratio in ((2, 130.0, 6.0, 0.5), (4, 138.0, 8.0, np.nan)):
+        for step, now, waited, ratio in ((2, 130.0, 6.0, 0.5), (4, 141.0, 8.0, np.nan)):
             clock[0] = now
             metrics = {"loss": 1.5, "memory_ratio": [ratio, 0.25], "data_seconds": waited}
+            metrics["callback_seconds"] = 0.0 if step == 2 else 3.0
             callback.call(step, {name: np.asarray(x) for name, x in metrics.items()})
         write(4, {"recall/on/8": np.inf, "recall/on/16": 0.5})
     first, second, evaluation = read_metrics(tmp_path / "metrics.jsonl")

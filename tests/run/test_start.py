@@ -178,6 +178,15 @@ def test_text_of_another_tokenizer_is_refused_unless_the_embedding_is_dropped(tm
     words = "run' has learned tokens of bytes, |other.json: set TokenizerConfig.kind = 'byte'"
     refused(words, plan_start, config)
     assert plan_start(config.replace(start_drops=("embedding",))).initialised == ("embedding",)
+    # Documents that nobody chose to begin and end otherwise than the other run's are refused.
+    own = TokenizerConfig(kind="json", path=str(tmp_path / "other.json"))
+    base = _config(byte_model(), data=data.replace(tokenizer=own.replace(bos_id=7, eos_id=8)))
+    RunDirectory(tmp_path / "own").claim(base.to_dict(), "", {})
+    config = config.replace(data=data.replace(tokenizer=own), start_from=str(tmp_path / "own"))
+    refused("with tokens 7 and 8, |set TokenizerConfig.bos_id = 7, |eos_id = 8", plan_start, config)
+    chosen = data.replace(tokenizer=own.replace(bos_id=7, eos_id=9))
+    assert "changed: tokenizer eos_id: 8 -> 9" in plan_start(config.replace(data=chosen)).lines()
+    config = config.replace(data=data.replace(tokenizer=other), start_from=str(tmp_path / "run"))
     # An export of bytes has them as a file, and an import of that goes on with bytes.
     (tmp_path / "other.json").write_text(bytes_as_json())
     assert plan_start(config).initialised == ()

@@ -44,7 +44,8 @@ def test_a_tracker_that_fails_is_a_warning_and_gets_no_more_calls(method, error,
     getattr(tracker, method).side_effect = error
     with reporter(CONFIG, tmp_path, 0, [tracker], Watchdog(1)) as ((callback,), _):
         for step in (1, 2):
-            callback.call(step, {"loss": np.ones(()), "data_seconds": np.zeros(())})
+            times = dict.fromkeys(("data_seconds", "callback_seconds"), np.zeros(()))
+            callback.call(step, {"loss": np.ones(())} | times)
     assert [name for name, *_ in tracker.mock_calls] == order[: order.index(method) + 1]
     assert [record["step"] for record in read_metrics(tmp_path / METRICS)] == [1, 2]
     (message,) = (x for x in caplog.messages if "tracker" in x)

@@ -89,10 +89,11 @@ def test_the_final_block_is_read_after_every_context_anew(subject, folder):
     assert gains == pytest.approx(expected, rel=1e-4, abs=1e-9)
 
 
-def test_contexts_that_no_document_has_are_empty(subject, folder):
+def test_contexts_that_no_document_has_are_empty(subject, folder, caplog):
     options = {"contexts": (60, 80, 100), "final_block": 8, "seq_len": 120, "min_doc_tokens": 50}
     task = FinalBlock(text=folder, **options)
     records = [*task.measure(_Zeros(), task.rows(subject), subject)]
+    assert "1 of 2 documents have fewer than 88 tokens" in caplog.text
     found = [(x.context, x.document, x.tokens) for x in records]
     assert found == [(60, 1, 8), (80, 1, 8), (100, None, 0)]
     last = task.table({"mine": records, "its": records})[-1]
@@ -304,6 +305,11 @@ def test_differences_of_bits_per_byte_are_of_pairs_of_rows():
     mean, low, high = Perplexity.differences(whole[:1], whole[1:])["all"]
     assert mean == pytest.approx(expected.mean[0])
     assert math.isnan(low)
+    # A row whose only target is an end counts in bits, as in the columns.
+    eos = PositionLoss("all", 0, 5, 5, 2.0, None, 6)
+    costly = [*records(2, 6), eos._replace(perplexity=8.0)]
+    mean = Perplexity.differences([costly], [[*records(1, 6), eos]])["all"][0]
+    assert mean == pytest.approx(expected.mean[0] + 5 * 2 / 60)
     # Where the last bucket has only ends of documents, the table and the differences have no bytes.
     ends = [PositionLoss("4-5", 4, 5, 1, 3.0, None, row) for row in (None, 0)]
     one, two = ([*records(factor, 1), *ends] for factor in (1, 2))

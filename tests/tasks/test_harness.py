@@ -208,6 +208,7 @@ def test_settings_of_generation_are_ours_or_refused(settings, expected):
         is_sampling = isinstance(expected, SamplingConfig)
         found = request.sampling if is_sampling else (request.max_new_tokens, request.stop)
         assert (found, request.tokens) == (expected, [*b"text"])
+        assert request.begins_with_bos  # as in likelihoods
 
 
 @pytest.mark.parametrize(

@@ -104,4 +104,6 @@ def test_the_name_a_device_gives_itself_finds_its_data_sheet():
     assert parse_topology("h100x64") == (HARDWARE["H100"], 64)
     assert data_sheet("NVIDIA H100 80GB HBM3") == HARDWARE["H100"]
     assert data_sheet("NVIDIA GB200") == HARDWARE["B200"]
-    assert data_sheet("cpu") is None
+    assert data_sheet("NVIDIA A100-SXM4-80GB") == HARDWARE["A100"]
+    for other in ("cpu", "NVIDIA A100-SXM4-40GB", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "GH200"):
+        assert data_sheet(other) is None, other

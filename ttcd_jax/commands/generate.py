@@ -55,7 +55,11 @@ flags.DEFINE_bool("chat", False, "Answer messages by the template of the checkpo
 flags.DEFINE_string("system", None, "The system's message of --chat.")
 flags.DEFINE_bool("special_tokens", False, "Names of special tokens in a prompt are these tokens.")
 flags.DEFINE_integer("max_new_tokens", None, "Tokens to generate; 0 reads only.")
-flags.DEFINE_multi_string("stop", [], "End before this text, \\n: a new line; may be repeated.")
+flags.DEFINE_multi_string(
+    "stop",
+    [],
+    "End before this text, or a token by its name; \\n alone: a new line; may be repeated.",
+)
 flags.DEFINE_float("temperature", None, "Of the draws; 0 takes the likeliest token (default: 0).")
 flags.DEFINE_integer("top_k", None, "Draw from the k likeliest tokens.")
 flags.DEFINE_float("top_p", None, "Draw from the likeliest tokens that have this mass together.")
@@ -225,7 +229,7 @@ def _state(model: "InferenceModel", num_rows: int) -> tuple["InferenceState | No
     """(the state that texts continue from, the tokens of its loaded memory); None: the start of a
     document."""
     from ttcd_jax.inference.saved_state import load_state
-    from ttcd_jax.inference.state import start_state
+    from ttcd_jax.inference.state import is_frozen, start_state
     from ttcd_jax.inference.text_memory import load_memory, start_from
 
     length = FLAGS.max_length
@@ -243,6 +247,14 @@ def _state(model: "InferenceModel", num_rows: int) -> tuple["InferenceState | No
             f"are {num_rows} prompts: pass one for each row"
         )
     note(f"{FLAGS.load_state}: {_tokens_read(state)}")
+    if is_frozen(state):
+        for flag in ("memory", "save_memory"):
+            if FLAGS[flag].value is not None:
+                raise UserError(
+                    f"--load_state={FLAGS.load_state} was saved after --memory=frozen: its memory "
+                    f"is read and never written, so --{flag} has no effect; leave it out"
+                )
+        note("its memory is read only (--memory=frozen)")
     return state, 0
 
 

@@ -80,6 +80,10 @@ def main(argv: list[str]) -> None:
     chosen = [name for name in actions if FLAGS[name].present]
     if len(chosen) != 1:
         raise UserError(f"pass one of --{', --'.join(actions)} ({len(chosen)} are given)")
+    unread: dict[str, tuple[str, ...]] = {"train_tokenizer": ("samples_are_rows", "processes")}
+    unread["verify"] = ("input", "source", "output", "glob", *unread["train_tokenizer"])
+    if surplus := [x for x in unread.get(chosen[0], ()) if FLAGS[x].present]:
+        raise UserError(f"--{surplus[0]} has no effect with --{chosen[0]}: leave it out")
     source = "input" if FLAGS.source is None else "source"
     for name in () if chosen == ["verify"] else (source, "output"):
         if not FLAGS[name].present:
@@ -91,9 +95,8 @@ def main(argv: list[str]) -> None:
 
 
 def _prepare() -> None:
-    folder, path = storage.to_path(FLAGS.output), FLAGS.tokenizer
-    config = TokenizerConfig() if path == "byte" else tokenizer.tokenizer_of(storage.to_path(path))
-    corpus = _corpus()
+    folder = storage.to_path(FLAGS.output)
+    config, corpus = _tokenizer(), _corpus()
     progress = _Progress(input_bytes(corpus))
     with whole_folder(folder, stored_tokens) as unfinished:
         if stored := stored_tokens(unfinished):
@@ -110,13 +113,25 @@ def _prepare() -> None:
     _print_manifest(folder, manifest)
 
 
+def _tokenizer() -> TokenizerConfig:
+    """The tokenizer of a file; that of a run's own file begins and ends documents as the run's."""
+    if FLAGS.tokenizer == "byte":
+        return TokenizerConfig()
+    from ttcd_jax.run.directory import RunDirectory, tokenizer_config
+
+    path = storage.to_path(FLAGS.tokenizer)
+    run = RunDirectory(path.parent)
+    own = tokenizer_config(run) if run.checkpoints.is_dir() else None
+    return tokenizer.tokenizer_of(path) if own is None or own.kind == "byte" else own
+
+
 def _corpus() -> CorpusConfig:
     if FLAGS.source is not None:
         _download()
     path = Path(FLAGS.input)
     names = ("field", "validation_percent", "validation_files")
     options: dict[str, Any] = {name: FLAGS[name].value for name in names}
-    if path.is_dir():
+    if FLAGS.glob or path.is_dir():
         options["glob"] = FLAGS.glob or glob_of(path, filter(Path.is_file, path.rglob("*")))
     return CorpusConfig(kind="text", path=FLAGS.input, **options)
 

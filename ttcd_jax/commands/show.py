@@ -3,7 +3,8 @@
     ttcd show FILE [--param='RunConfig.steps=20' ...]
 
 FILE is one of `ttcd recipes`, or a path. The lines are those of a .gin file; a field without a file
-has the default of its class.
+has the default of its class, and so have the settings of a method or optimizer that none binds. Of
+configurations in scopes, as the parts of a mixture, every bound value has its scope.
 """
 
 import dataclasses
@@ -33,7 +34,8 @@ def main(argv: list[str]) -> None:
     config = load_config(root, argv[1], FLAGS.param, **options)
     places: dict[str, list[str]] = {}
     for x in bindings.values():
-        places.setdefault(f"{x.owner}.{x.field}", []).append(x.where)
+        scope = f" (of {x.scope})" if x.scope else ""
+        places.setdefault(f"{x.owner}.{x.field}", []).append(x.where + scope)
     lines = [*_lines(config)]
     width = min(60, max(map(len, lines)))
     for line in lines:
@@ -53,10 +55,21 @@ def _lines(config: Config) -> Iterator[str]:
             return f"({', '.join(map(text, value))}{',' * (len(value) == 1)})"
         return repr(value)
 
+    defaults = {"memory": getattr(config, "settings", None), "settings": _settings(config)}
     for field in dataclasses.fields(config):
-        yield f"{type(config).__name__}.{field.name} = {text(getattr(config, field.name))}"
+        value = getattr(config, field.name)
+        value = defaults.get(field.name) if value is None else value
+        yield f"{type(config).__name__}.{field.name} = {text(value)}"
     for value in inner:
         yield from _lines(value)
+
+
+def _settings(config: Config) -> Config | None:
+    """The default settings of an optimizer, None for one without."""
+    from ttcd_jax.train.optimizer import OPTIMIZERS, OptimizerConfig
+
+    kind = OPTIMIZERS.named(config.kind).settings if isinstance(config, OptimizerConfig) else None
+    return kind and kind()
 
 
 if __name__ == "__main__":

@@ -356,6 +356,11 @@ def text_records(
             f"{run_dir} was trained on {drawn.kind} data, not on text: measure it by "
             f"ttcd evaluate --task={drawn.kind}"
         )
+    if data["type"] == BatchesConfig.__name__:
+        raise UserError(
+            f"{run_dir} was trained on batches of its caller, which have no tokenizer: set "
+            "evaluate_every None, or evaluate by a task of your own"
+        )
     if tokenizer is None:
         raise UserError(
             f"{run_dir} was imported without a tokenizer: import it again with "

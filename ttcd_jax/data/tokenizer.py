@@ -60,9 +60,11 @@ class TokenizerConfig(Config):
                 f"TokenizerConfig kind={self.kind!r} with path={self.path!r}; "
                 "kind 'json' takes the path of a tokenizer.json, kind 'byte' takes none"
             )
-        if self.kind == "byte" and (self.bos_id, self.eos_id, self.stop_ids) != (None, None, ()):
+        own = self.bos_id, self.eos_id, self.stop_ids, self.adds_bos
+        if self.kind == "byte" and own != (None, None, (), True):
             raise UserError(
-                "kind 'byte' has bos 256 and eos 257: set no bos_id, eos_id or stop_ids"
+                "kind 'byte' begins with bos 256 and has eos 257: set no bos_id, eos_id, stop_ids "
+                "or adds_bos"
             )
 
 
@@ -75,6 +77,10 @@ class ByteTokenizer:
     adds_bos = True
     vocab_size = 258
     digest = "byte"
+
+    def special_id(self, name: str) -> int | None:
+        """The special token of this name; bytes have none."""
+        return None
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """Ids [T] int32, without special tokens; a `str` is encoded as UTF-8."""
@@ -174,6 +180,10 @@ class JsonTokenizer:
         name = self._tokenizer.id_to_token(token_id)
         assert name is not None, f"{token_id} is no id of the tokenizer"
         return name
+
+    def special_id(self, name: str) -> int | None:
+        token_id = self._tokenizer.token_to_id(name)
+        return None if token_id is None or self.num_bytes(token_id) else token_id
 
     def encode(self, text: bytes | str) -> np.ndarray:
         text = _utf8(text)

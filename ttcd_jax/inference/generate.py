@@ -25,10 +25,10 @@ from ttcd_jax.tokens import check_tokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """A prompt, tokens [T], and where generation ends: at one of the `stop` strings, one of the
-    `stop_tokens` (None: the tokenizer's eos), or after `max_new_tokens` tokens. `begins_with_bos`:
-    whether bos comes before a prompt that begins a document (None: as the tokenizer's checkpoint
-    does)."""
+    """A prompt, tokens [T], and where generation ends: at one of the `stop` strings (also names of
+    special tokens), one of the `stop_tokens` (None: the tokenizer's eos), or after `max_new_tokens`
+    tokens. `begins_with_bos`: whether bos comes before a prompt that begins a document (None: as
+    the tokenizer's checkpoint does)."""
 
     tokens: Sequence[int] | np.ndarray
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
@@ -119,7 +119,12 @@ class Generation(Iterator[Event]):
         self._pieces = stream(model, state, tokens, lengths, piece_size=piece_size, memory=memory)
         self._sampler = batch_sampler([request.sampling for request in requests])
         self._requests, self._left = requests, [request.max_new_tokens for request in requests]
-        self._ends = (tokenizer.eos_id, *tokenizer.stop_ids)
+        ends = tokenizer.eos_id, *tokenizer.stop_ids
+        self._ends = [
+            {*(ends if x.stop_tokens is None else x.stop_tokens)}
+            | {token for text in x.stop if (token := tokenizer.special_id(text)) is not None}
+            for x in requests
+        ]
         pairs = zip(requests, prompts, strict=True)
         self._texts = [TextStream(tokenizer, x.stop, context=prompt) for x, prompt in pairs]
         dtype = model.config.precision.compute_dtype
@@ -164,9 +169,9 @@ class Generation(Iterator[Event]):
             yield from events
 
     def _event(self, row: int, token: int) -> Event:
-        stop_tokens, text = self._requests[row].stop_tokens, self._texts[row]
+        text = self._texts[row]
         self._left[row] -= 1
-        if token in (self._ends if stop_tokens is None else stop_tokens):
+        if token in self._ends[row]:
             return Event(row, text.finish(), token, "eos")
         new = text.push(token)
         if text.is_stopped:

@@ -83,7 +83,7 @@ class Memory:
         """All writes u, and what the state and its reads measure."""
         kept, (chunks, size, dim) = self._kept(), self.errors.shape
         state, sizes = np.zeros((self.keys.shape[-1], dim)), [0.0]
-        writes, reads = np.zeros(self.errors.shape, self.errors.dtype), np.zeros((chunks, size))
+        writes, reads = np.zeros(self.errors.shape), np.zeros((chunks, size))
         for i in range(chunks):
             z, k, e = (x[i].astype(float) for x in (self.reads, self.keys, self.errors))
             found = self.sees[i, :, None] * (z @ state)

@@ -229,8 +229,10 @@ class Inspection:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All of it by name, with the default `reads`, for `numpy.savez`."""
-        names = ("tokens", "loss_on", "loss_off", "gate", "write_norm", "read_norm", "loudness")
-        found = {x: getattr(self, x) for x in (*names, "window_share")} | self.reads()._asdict()
+        names = ("tokens", "loss_on", "loss_off", "gain", "gate", "write_norm", "read_norm")
+        found = {
+            x: getattr(self, x) for x in (*names, "loudness", "window_share")
+        } | self.reads()._asdict()
         found["layers"] = np.array(self.layers)
         return found | ({} if self.segments is None else {"segments": self.segments})
 
@@ -309,12 +311,14 @@ def row_of(tokenizer: Any, text: Text | list[Text]) -> tuple[np.ndarray, np.ndar
 
 
 def _joined(memory: SumMemory, parts: list[Operands]) -> Memory:
+    """The operands of a whole row; those of 16 bits in float32, for numpy's sums and files."""
 
     def whole(get: Callable[[Operands], Any], default: Any = None) -> Any:
         if default is None and get(parts[0]) is None:
             return None
         arrays = ((get(x), x.writes.keys.shape[1:3]) for x in parts)
-        return np.concatenate([np.full(y, default) if x is None else x[0] for x, y in arrays])
+        joined = np.concatenate([np.full(y, default) if x is None else x[0] for x, y in arrays])
+        return joined.astype(np.float32) if joined.dtype.itemsize == 2 else joined
 
     keys, errors = whole(lambda x: x.writes.keys), whole(lambda x: x.writes.errors)
     mine, decay = whole(lambda x: x.mask.writes, True), whole(lambda x: x.writes.log_decay)

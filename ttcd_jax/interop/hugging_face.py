@@ -20,6 +20,7 @@ from ttcd_jax.data.tokenizer import (
 )
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import parse_json
+from ttcd_jax.inference.state import reads_ahead
 from ttcd_jax.interop.checkpoint import Format, as_json, exported, open_checkpoint
 from ttcd_jax.methods import method_named
 from ttcd_jax.methods.in_place import PrefixSettings
@@ -268,6 +269,11 @@ def _own_keys(config: TransformerConfig) -> dict[str, Any]:
             raise UserError(
                 f"{MODELING.name} does not compute {name}={found!r}, only {known}: {remedy}"
             )
+    if reads_ahead(config):
+        raise UserError(
+            "the model reads features of later tokens (is_conv_causal=False): it cannot generate, "
+            f"as {_TITLE} would let it; {remedy}"
+        )
     frequencies, magnitude = pair_frequencies(config.rope, config.head_size)
     return {
         "model_type": OWN_TYPE,

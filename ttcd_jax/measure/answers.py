@@ -111,15 +111,17 @@ def answers(everything: Sequence[Measured], facts: Mapping[str, Facts]) -> list[
     """One for every run with a memory, and one that names the runs that were not evaluated."""
     of_run, found = controls(facts), []
     for run in (run for run, x in facts.items() if x.has_memory):
-        control, texts, verdict = of_run.get(run), [], ""
+        control, texts, verdicts = of_run.get(run), [], {}
         for measured in everything:
             pairs = compared(measured, run, control)
             if pairs and not measured.task.is_detail and len(texts) < MOST_TASKS:
-                verdict = verdict or f"{run}: {_verdict(measured.task, pairs)}."
+                of_all = all(measured.task.whole in x for x in pairs.values())
+                verdicts.setdefault(of_all, f"{run}: {_verdict(measured.task, pairs)}.")
                 parts = (_sentence(measured, run, *pair) for pair in pairs.items())
                 texts.append(f"{measured.title}: {'; '.join(parts)}.")
         texts.append(_cost(facts[run], control, facts.get(control or "")))
         if any(run in x.runs for x in everything):
+            verdict = verdicts.get(True) or verdicts.get(False)
             found.append(Answer(verdict or f"{run}: nothing to compare it with.", " ".join(texts)))
     if alone := [x for x, y in facts.items() if y.has_memory and x not in of_run]:
         text = "A run of SWA on the same data would show what a memory is worth against a model"
@@ -139,11 +141,11 @@ def answers(everything: Sequence[Measured], facts: Mapping[str, Facts]) -> list[
     return found
 
 
-def judged(task: type[Task], mean: float, low: float, high: float) -> int | None:
+def judged(task: type[Task], bucket: Any, mean: float, low: float, high: float) -> int | None:
     """1 for better, -1 for worse, 0 for no difference that the interval shows; None without one."""
     if math.isnan(low) or math.isnan(high):
         return None
-    sign = -1 if task.is_lower_better else 1
+    sign = -1 if task.prefers_less(str(bucket)) else 1
     return 0 if low <= 0 <= high else int(sign * math.copysign(1, mean))
 
 
@@ -160,8 +162,15 @@ def _verdict(task: type[Task], pairs: Mapping[str, Differences]) -> str:
             0: f"no difference {seen} is seen",
             None: f"whether it is better {than} is not known (no interval)",
         }
-        parts.append(words[judged(task, *[*found.values()][-1])])
+        bucket, values = _headline(task, found)
+        of = "" if bucket == task.whole else f" ({bucket})"
+        parts.append(words[judged(task, bucket, *values)] + of)
     return "; ".join(parts)
+
+
+def _headline(task: type[Task], found: Differences) -> tuple[Any, tuple[float, float, float]]:
+    """The bucket of everything, else the last one."""
+    return (x := task.whole if task.whole in found else [*found][-1]), found[x]
 
 
 def _axis(task: type[Task]) -> str:
@@ -170,17 +179,17 @@ def _axis(task: type[Task]) -> str:
 
 def place(task: type[Task], bucket: Any) -> str:
     """Where a value was measured, for a sentence."""
-    return "" if bucket == "all" else f" ({_axis(task)}: {bucket})"
+    return "" if bucket == task.whole else f" ({_axis(task)}: {bucket})"
 
 
 def _sentence(measured: Measured, run: str, less: str, found: Differences) -> str:
-    """The last bucket, of all tokens where there is one, and where a run is better."""
-    task, (bucket, (mean, low, high)) = measured.task, [*found.items()][-1]
+    """The bucket of everything, else the last one, and where a run is better."""
+    task, (bucket, (mean, low, high)) = measured.task, _headline(measured.task, found)
     unit = task.difference or task.unit(next(iter(measured.runs[run].values())))[1]
     what = "with the memory on than off" if less == "on - off" else f"than {less[5:]}"
     text = f"{abs(mean):.3f}{_half(low, high)} {unit} {'lower' if mean < 0 else 'higher'} {what}"
     text += place(task, bucket)
-    sides = {x: judged(task, *y) for x, y in found.items() if x != "all"}
+    sides = {x: judged(task, x, *y) for x, y in found.items() if x != task.whole}
     if None in sides.values() or len(sides) < 2:
         return text
     named = {word: [str(x) for x in sides if sides[x] == side] for side, word in _WORDS}

@@ -127,7 +127,11 @@ class ScorerLM(TemplateLM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         asked: list[Any] = [request.args for request in requests]
         rows = [
-            Request(tokens=self.tok_encode(context), **_generation(settings, index))
+            Request(
+                tokens=self.tok_encode(context),
+                begins_with_bos=True,
+                **_generation(settings, index),
+            )
             for index, (context, settings) in enumerate(asked)
         ]
         return self._scorer.generate(rows)

@@ -263,13 +263,13 @@ class Scorer:
         return [results[i] for i in range(len(sizes))]
 
     def _num_rows(self, count: int, most: int) -> int:
-        """The rows of a batch, of `count` requests, of at most so many tokens: `batch_size`, or
-        fewer in powers of two, whose states take a quarter of a device's memory. Raises
-        `ResourceError` where not one row fits."""
+        """The rows of a batch, of `count` requests, of at most so many tokens: `batch_size`, as
+        far as it divides among the devices, or fewer in powers of two, whose states take a quarter
+        of a device's memory. Raises `ResourceError` where not one row fits."""
         rows = least = rules.axis_size("data") * rules.axis_size("fsdp")
         while rows < count:
             rows *= 2
-        rows = min(rows, self.batch_size)
+        rows = max(min(rows, self.batch_size) // least, 1) * least
         if not self._is_streamed:
             return rows
         whole = device_bytes()

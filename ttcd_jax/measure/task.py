@@ -8,6 +8,7 @@ import abc
 import hashlib
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -80,6 +81,7 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
     opposite: ClassVar[tuple[str, ...]] = ()
     sentence: ClassVar[str] = ""  # that says what the picture shows; "": the value by `x_label`
     rank: ClassVar[int] = 50  # on a page, the lowest first
+    whole: ClassVar[str] = "all"  # the bucket of everything, where there is one: that of a verdict
     difference: ClassVar[str] = ""  # the unit of differences; "": that of the value
     interval: ClassVar[str] = "seeds"  # what that of a difference is over
     is_detail: ClassVar[bool] = False  # folded on a page
@@ -180,6 +182,11 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
         return dict(zip((x.removeprefix("/") for x in shared), ends, strict=True))
 
     @classmethod
+    def prefers_less(cls, name: str) -> bool:
+        """Whether the lower is the better of a metric or bucket with this name."""
+        return cls.is_lower_better != bool({*re.split("[/, ]", name)} & {*cls.opposite})
+
+    @classmethod
     def curves(cls, series: Series[Record]) -> dict[str, tuple[list[Any], list[Any]]] | None:
         """(x, y) of every series for a picture of lines; None: bars of the columns."""
 
@@ -192,8 +199,10 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
             plot_lines(path, series=curves, **labels)
         else:
             plot_bars(path, series=cls.columns(series), **labels)
-        better = "lower" if cls.is_lower_better else "higher"
-        sentence = f"{label[:1].upper()}{label[1:]} by {cls.x_label}: {better} is better."
+        names = [f"{x}/{y}" for x, column in cls.columns(series).items() for y in column]
+        sides = {"lower" if cls.prefers_less(x) else "higher" for x in names}
+        better = f": {sides.pop()} is better" if len(sides) == 1 else ""
+        sentence = f"{label[:1].upper()}{label[1:]} by {cls.x_label}{better}."
         return [Picture(Path(path.name), cls.sentence or sentence)]
 
     @classmethod

@@ -208,7 +208,7 @@ _full_product = functools.partial(jnp.matmul, precision="highest")
 def _unit_lower_inverse(a: jax.Array) -> jax.Array:
     """(I + A)^-1, by doubling: the inverses X, Y of two neighboring diagonal blocks give that of
     both, [[X, 0], [-Y C X, Y]], C the block of A below X. All blocks of a size at once: products
-    only, L^3 / 1.5 multiply-adds, as exact as forward substitution. (The short product of powers (I
+    only, L^3 / 3 multiply-adds, as exact as forward substitution. (The short product of powers (I
     - A)(I + A^2).. loses all digits where keys repeat.)"""
     size = a.shape[-1]
     padding = [(0, 0)] * (a.ndim - 2) + [(0, (1 << (size - 1).bit_length()) - size)] * 2

@@ -77,7 +77,8 @@ class FastSwiGLU(ChunkedMemory[FastWrites, FastState]):
             lambda w: jnp.broadcast_to(w.astype(dtype), (batch_size, *w.shape)), self.weights
         )
         zeros = jax.tree.map(jnp.zeros_like, weights) if self.has_momentum else None
-        return FastState(weights, weights if self.keeps_raw else None, zeros)
+        raw = jax.tree.map(jnp.copy, weights) if self.keeps_raw else None  # donated apart
+        return FastState(weights, raw, zeros)
 
     def read(self, state: FastState, reads: Float[Array, "B L N H"]) -> Float[Array, "B L N H"]:
         w0, w1, w2 = (w.astype(reads.dtype) for w in state.weights)

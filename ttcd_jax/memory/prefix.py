@@ -197,13 +197,13 @@ def _of_chunks(log_decay: jax.Array | None, mask: MemoryMask) -> jax.Array | Non
     return None if log_decay is None else masked(log_decay, mask.writes).sum(2)
 
 
-def _kept(block: _Summed) -> jax.Array | None:
+def _kept(options: PrefixOptions, block: _Summed) -> jax.Array | None:
     """a [B, C, Q] of every chunk, None where all are 1."""
     log_decay, resets = block.writes.log_decay, block.mask.resets
     if resets is None:
         return None if log_decay is None else jnp.exp(log_decay)
     if log_decay is None:
-        return 1 - resets[..., None].astype(jnp.float32)  # never wider than the state
+        return 1 - resets[..., None].astype(options.state_dtype)
     return jnp.where(resets[..., None], 0, jnp.exp(log_decay))
 
 
@@ -231,7 +231,10 @@ def _decayed_sums(runs: Summary, *, reverse: bool = False) -> Summary:
 
 def _states(options: PrefixOptions, block: _Summed, carry: jax.Array) -> tuple[jax.Array, Sum]:
     """States before each chunk [B, G, F, D], and the one after the last."""
-    delta, kept = chunk_delta(options, block.writes.errors, block.writes.keys), _kept(block)
+    delta, kept = (
+        chunk_delta(options, block.writes.errors, block.writes.keys),
+        _kept(options, block),
+    )
     carry = carry[:, None]
     if kept is None:
         after = jax.lax.associative_scan(jnp.add, delta, axis=1) + carry
@@ -330,7 +333,7 @@ def _decay_cotangent(
     def until_reset(x: jax.Array, goes_on: jax.Array) -> jax.Array:
         return _decayed_sums(Summary(goes_on, x[:, :, None]), reverse=True).added[:, :, 0]
 
-    goes_on = 1 - resets[..., None].astype(jnp.float32)
+    goes_on = 1 - resets[..., None].astype(read.dtype)
     goes_on = jnp.pad(goes_on, ((0, 0), (0, 1), (0, 0)), constant_values=1)
     found = until_reset(read, goes_on)[:, 1:] - until_reset(written, goes_on[:, 1:])
     return jnp.where(resets[..., None], 0, found)
@@ -375,7 +378,7 @@ def _write_cotangent(
         d_base = d_base + _product(options, "BGLF,BGLD->FD", block.reads, dy)
     outer = options.eta * outer
     # In reverse order chunk i adds to cot(S_i), which keeps a_i of cot(S_{i+1}).
-    kept = _kept(block)
+    kept = _kept(options, block)
     if kept is None:
         d_before = jax.lax.associative_scan(jnp.add, outer, reverse=True, axis=1) + d_after
     else:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ttcd_jax.axes import param
 from ttcd_jax.config import NonNegativeFloat, Positive, PositiveFloat
@@ -242,8 +242,12 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
             given = f"{type(memory).__name__}.read gives y {list(y.shape)} by row and chunk"
             raise UserError(f"{given}, and the layer needs {list(wanted)}")
         if not row.measures:
-            stats = self._stats(size, getattr(tokens, "beta", None))
-            share = self._window_share(size, (convolved, writes, segments), length)
+            ends = jnp.ones(len(x), bool)
+            if row.segment_ids is not None:  # rows that end in padding say little, where others are
+                ends = row.segment_ids[:, -1] != 0
+                ends |= ~ends.any()
+            stats = self._stats(size, getattr(tokens, "beta", None), ends)
+            share = self._window_share(size, (convolved, writes, segments), length, ends)
             return from_chunks(y, length), stats._replace(window_share=share)
 
         def read(z: jax.Array) -> jax.Array:
@@ -269,10 +273,11 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         return teacher, student, remembered, both, y - plain
 
     def _window_share(
-        self, size: Float[Array, " B"], row: Tree, length: int
+        self, size: Float[Array, " B"], row: Tree, length: int, ends: Bool[Array, " B"]
     ) -> Float[Array, ""] | None:
-        """`MemoryStats.window_share` of (convolved, writes, segments). One chunk's errors are made
-        again, at most a twelfth of the layer's forward, divided by the chunks of a row."""
+        """`MemoryStats.window_share` of (convolved, writes, segments), over the rows `ends`. One
+        chunk's errors are made again, at most a twelfth of the layer's forward, divided by the
+        chunks of a row."""
         if not self.has_teacher:
             return None
         convolved, writes, segments = jax.lax.stop_gradient(jax.tree.map(lambda x: x[:, -1:], row))
@@ -281,8 +286,9 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         chunk = self.settings.chunk_size
         mask = memory_mask(segments, (length - 1) % chunk + 1, chunk).writes
         errors, left = (masked(x.errors.astype(jnp.float32), mask) for x in (writes, free))
-        squares = jnp.sum(errors**2)
-        return jnp.sum((errors - left) ** 2) / jnp.where(squares > 0, squares, 1)
+        chosen = ends[:, None, None, None]
+        squares, windows = (jnp.sum(x**2, where=chosen) for x in (errors, errors - left))
+        return windows / jnp.where(squares > 0, squares, 1)
 
     def _window_squares(
         self, convolved: Convolved, writes: Any, segments: Int[Array, "B C L"] | None
@@ -293,11 +299,16 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         left = errors if free is None else errors - free.errors
         return jnp.sum(left.astype(jnp.promote_types(left.dtype, jnp.float32)) ** 2, axis=-1)
 
-    def _stats(self, size: Float[Array, " B"], beta: Float[Array, "B T"] | None) -> MemoryStats:
-        """`size`: |S|_F, of the sum without eta."""
+    def _stats(
+        self,
+        size: Float[Array, " B"],
+        beta: Float[Array, "B T"] | None,
+        ends: Bool[Array, " B"],
+    ) -> MemoryStats:
+        """`size`: |S|_F, of the sum without eta, over the rows `ends`."""
         base = jax.lax.stop_gradient(self.down[...]).astype(jnp.float32)
         gate = jnp.ones(()) if beta is None else jax.lax.stop_gradient(beta).mean()
-        ratio = abs(self.settings.eta) * size.mean() / jnp.linalg.norm(base)
+        ratio = abs(self.settings.eta) * jnp.mean(size, where=ends) / jnp.linalg.norm(base)
         return MemoryStats(ratio, gate.astype(jnp.float32))
 
     def start(self, batch_size: int, max_length: int | None = None) -> InPlaceState:
@@ -384,7 +395,11 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
 
     def source(self, x: Hidden, row: Row | Piece, student: Hidden | None) -> Any:
         """t, from the layer's normed input, its row, and the student's normed input."""
-        assert student is not None, f"{type(self).__name__} follows attention under two windows"
+        if student is None:
+            raise UserError(
+                f"{type(self).__name__} follows attention under two windows: give its block a "
+                "DualWindowConfig"
+            )
         return student
 
     def tokens(self, x: Hidden, t: Any) -> Tokens:

@@ -185,11 +185,12 @@ class IPTTCDMLP(in_place.InPlaceMLP[Features, Convolved], config=IPTTCDConfig):
             self.convolved_reads = f"output {settings.output!r}"
 
     def tokens(self, x: Hidden, t: Hidden) -> Features:
-        beta = None
+        beta, teacher = None, self.features(x)
         if self.settings.has_token_rate:
             view = t if self.settings.gate == "student" else x
             beta = jax.nn.sigmoid(jnp.einsum("BTD,D->BT", view, self.rate[...].astype(t.dtype)))
-        return Features(self.features(x), self.features(t), beta, self.log_decay(x))
+            beta = beta.astype(teacher.dtype)  # a caller's stream may be wider
+        return Features(teacher, self.features(t), beta, self.log_decay(x))
 
     def convolved(self, tokens: Features, segments: Int[Array, "B C L"] | None) -> Convolved:
         settings = self.settings

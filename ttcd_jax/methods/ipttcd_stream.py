@@ -195,6 +195,9 @@ class StreamMemoryMLP(InPlaceMLP[Lesson, Lesson], config=StreamMemoryMLPConfig):
         self.goes_on = config.goes_on
         self.rate = param(jnp.zeros(self.config.dim, self.config.precision.param_dtype), ("embed",))
 
+    def __call__(self, *operands: Any, **options: Any) -> Any:
+        raise UserError("a memory of the stream reads both streams of a block: call the Block")
+
     def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Any, Any]:
         if student is None:
             return super().forward(x, row)

@@ -172,6 +172,12 @@ class BlockConfig(Config):
     mlp: SublayerConfig
     stops_teacher: bool = False
 
+    def validate(self) -> None:
+        dims = {name: layer.dims.dim for name, layer in self.sublayers.items()}
+        if len({*dims.values()}) > 1:
+            found = " and ".join(f"{name} dim {dim}" for name, dim in dims.items())
+            raise UserError(f"a block has one stream, and its parts have {found}: give them one")
+
     @property
     def sublayers(self) -> dict[str, SublayerConfig]:
         return {name: getattr(self, name) for name in self.order}
@@ -268,11 +274,17 @@ class Block(Configured):
         self, h: Joined, piece: Piece, state: dict[str, LayerState]
     ) -> tuple[Joined, dict[str, LayerState]]:
         """`forward` for a piece of rows: (output, the states after it). Raises `UserError` for
-        another number of rows than the states have."""
+        another number of rows than the states have, and for a piece made of another h."""
         check_hidden("h", h, self.config.mixer.num_streams * self.config.mixer.dims.dim)
         rows = {len(x) for x in jax.tree.leaves(state)}
         if rows - {len(h)}:
             raise UserError(f"h has {len(h)} rows, and the state is one of {rows.pop()} rows")
+        made_of = len(piece.lengths), piece.cut.length or h.shape[1]
+        if made_of != h.shape[:2]:
+            raise UserError(
+                f"h has {h.shape[0]} rows of {h.shape[1]} tokens, and the piece was made of "
+                f"{made_of[0]} of {made_of[1]}: make one of this h (Piece.of)"
+            )
         after, streams = {}, self._streams(h)
         for name in self.config.order:
             x, t = self._normed(name, *streams)

@@ -87,10 +87,12 @@ class Row(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """The chunks and the attention window that a piece was made for; None as in `Piece.of`."""
+    """The chunks and the attention window that a piece was made for, None as in `Piece.of`; its
+    positions, where they are known."""
 
     chunk_size: int | None = None
     window: int | None = None
+    length: int | None = None
 
     def check(self, name: str, own: int | None) -> None:
         """Raises `UserError` for a layer whose `name` is another."""
@@ -129,12 +131,15 @@ class Piece(NamedTuple):
         chunk_size: int | None = None,
         window: int | None = None,
         lengths: Int[Array, " B"] | None = None,
+        embeddings: Hidden | None = None,
     ) -> "Piece":
         """The piece h of rows in which `start` tokens came before, of which the first `lengths`
         (default: all) are tokens; of a layer with these chunks (None: no memory has any) and this
-        attention window. Single tokens may have a `start` per row [B], even a traced one. Raises
-        `UserError` for a longer piece across chunks, and for impossible starts and lengths."""
+        attention window. IP-TTT with `target="embedding"` needs the `embeddings` of its tokens too.
+        Single tokens may have a `start` per row [B], even a traced one. Raises `UserError` for a
+        longer piece across chunks, and for impossible starts and lengths."""
         batch, length = h.shape[:2]
+        start = int(start) if isinstance(start, np.integer) else start
         if not isinstance(start, int):
             check_array("the piece", "start", start, "int", *np.shape(start) and (batch,))
         if lengths is not None:
@@ -164,8 +169,8 @@ class Piece(NamedTuple):
         starts = jnp.broadcast_to(jnp.asarray(start, jnp.int32), (batch,))
         counts = jnp.full(batch, length, jnp.int32) if lengths is None else lengths
         phases = None if chunk_size is None else starts % chunk_size
-        cut = Cut(chunk_size, window)
-        return cls(starts, counts, phases, halo, has_gap, cut=cut)
+        cut = Cut(chunk_size, window, length)
+        return cls(starts, counts, phases, halo, has_gap, embeddings=embeddings, cut=cut)
 
     def under(self, window: int | None) -> "Piece":
         """The piece for a layer of this window. Raises `UserError` for one that is wider than what

@@ -246,10 +246,14 @@ def _check_names(bindings: Sequence[Binding], classes: Classes) -> None:
                 raise UserError(f"{where}: write @{mention.selector}(), with parentheses")
 
 
+def _is_tuple(hint: Any) -> bool:
+    return any(typing.get_origin(x) is tuple for x in (hint, *typing.get_args(hint)))
+
+
 def _unused(binding: Binding, classes: Classes) -> str:
     target = f"@{binding.scope}/{binding.owner}()" if binding.scope else f"@{binding.owner}()"
     holders = [
-        f"{cls.__name__}.{field} = {target}"
+        f"{cls.__name__}.{field} = {f'({target},)' if _is_tuple(hint) else target}"
         for cls in classes.values()
         for field, hint in typing.get_type_hints(cls).items()
         if classes[binding.owner] in config_classes(hint)

@@ -107,6 +107,11 @@ class RunConfig(Config):
                 f"RunConfig.evaluations has tasks {', '.join(names)}: their metrics would have the "
                 "same names, keep one of each"
             )
+        if self.evaluate_every is not None and not names:
+            raise UserError(
+                f"RunConfig.evaluate_every {self.evaluate_every} without evaluations: name some, "
+                "or set evaluate_every None"
+            )
         for name in self.trackers:
             TRACKERS.named(name)
         for name in self.metrics:
@@ -126,8 +131,7 @@ class RunConfig(Config):
                 f"RunConfig.keep_best {self.keep_best} with best_metric {self.best_metric!r}: set "
                 "both, the metric as TASK/VARIANT/BUCKET of one of evaluations, and evaluate_every"
             )
-        is_timed = self.checkpoint_minutes is not None
-        if task and not is_timed and (self.evaluate_every or 0) % self.checkpoint_every:
+        if task and (self.evaluate_every or 0) % self.checkpoint_every:
             raise UserError(
                 f"RunConfig.evaluate_every {self.evaluate_every} is no multiple of "
                 f"checkpoint_every {self.checkpoint_every}: keep_best keeps steps that are saved"
@@ -212,6 +216,8 @@ def by_path(config: dict[str, Any], path: str = "") -> dict[str, tuple[str, Any]
     """{path: (name in .gin files, value)} of every value below `config`, made by `to_dict`."""
     leaves = {}
     for key, value in config.items():
+        if key == "parts" and isinstance(value, list):  # of a mixture
+            value = {str(number): part for number, part in enumerate(value)}
         below = by_path(value, f"{path}{key}.") if isinstance(value, dict) else None
         leaves |= below or {path + key: (f"{config.get('type', '')}.{key}", value)}
     return leaves

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,6 @@ def best_scores(config: RunConfig, records: Sequence[dict[str, Any]]) -> dict[in
     if name is None:
         return {}
     task = TASKS[name.split("/")[0]]
-    is_opposite = bool({*re.split("[/, ]", name)} & {*task.opposite})
-    sign = -1 if task.is_lower_better != is_opposite else 1
+    sign = -1 if task.prefers_less(name) else 1
     scores = ((x["step"], x.get(name)) for x in records)  # null: it was not finite
     return {n: sign * x for n, x in scores if isinstance(x, int | float) and abs(x) < math.inf}

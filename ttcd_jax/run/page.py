@@ -109,7 +109,7 @@ class Run:
 
     def evaluations(self) -> dict[tuple[str, str, str], BySeries]:
         """What was evaluated in training, by task, bucket and digests of the cases: of every series
-        the last bucket, that of all where there is one."""
+        the bucket of everything, else the last one."""
         file, found = self.path / EVALUATIONS, {}
         cases = read_json(file) if file.is_file() else {}
         for record in self.metrics:
@@ -118,7 +118,9 @@ class Run:
                 name, _, rest = key.partition("/")
                 series, _, bucket = rest.rpartition("/")
                 if name in TASKS and series.startswith(self.model.label):
-                    last[name, series_of(series, self.model.label, self.label)] = bucket, x
+                    key = name, series_of(series, self.model.label, self.label)
+                    if last.get(key, ("",))[0] != TASKS[name].whole:
+                        last[key] = bucket, x
                 elif name in TASKS and series == TASKS[name].value:  # a row is a series
                     last[name, f"{self.label}, {TASKS[name].key} {bucket}"] = "", x
             for (name, series), (bucket, x) in last.items():
@@ -179,7 +181,7 @@ def _evaluated(runs: Sequence[Run], output: Path) -> list[Section]:
             continue
         task, path = TASKS[name], output / f"evaluations_{number}.svg"
         value, title = task.unit({})[1], task.title.partition(" by ")[0].rstrip(",")
-        best, better = (min, "lower") if task.is_lower_better else (max, "higher")
+        best, better = (min, "lower") if task.prefers_less(bucket) else (max, "higher")
         what = f"{value}{place(task, bucket)}" if bucket else value
         sentence = f"{what[:1].upper()}{what[1:]} by step of training: {better} is better."
         pictures.append(_by_step(path, f"{title}, by step", value, lines, sentence))

@@ -51,7 +51,7 @@ def reporter(
     tokens_per_step = config.batch_size * config.data.seq_len
     flops_per_token = training_flops_per_token(config.model, config.data.seq_len)
     sheet = data_sheet(jax.devices()[0].device_kind)
-    waited, nulls, memories = 0.0, set(), MemoryWatch()
+    waited, called, nulls, memories = 0.0, 0.0, set(), MemoryWatch()
 
     def write(step: int, record: dict[str, Any]) -> None:
         odd = {x for x, y in record.items() if isinstance(y, float) and not math.isfinite(y)}
@@ -63,7 +63,7 @@ def reporter(
             tracker.call("write", step, {x: y for x, y in record.items() if x not in odd})
 
     def log(step: int, metrics: HostMetrics) -> None:
-        nonlocal waited
+        nonlocal waited, called
         record: dict[str, Any] = {  # an array [fast layers] becomes name/0, name/1, ...
             "/".join([name, *map(str, index)]): float(x)
             for name, value in metrics.items()
@@ -71,10 +71,12 @@ def reporter(
             if name != "is_skipped"
         }
         (last_step, last_time), left = progress.last, progress.left(step)
-        steps, seconds = step - last_step, max(progress.last[1] - last_time, 1e-9)
-        before, waited = waited, record.pop("data_seconds")
+        before, waited = (waited, called), record.pop("data_seconds")
+        called = record.pop("callback_seconds")  # in evaluations and saves, which are no training
+        steps, seconds = step - last_step, progress.last[1] - last_time - (called - before[1])
+        seconds = max(seconds, 1e-9)
         rate = steps * tokens_per_step / seconds
-        record |= {"tokens_per_second": rate, "data_wait": (waited - before) / seconds}
+        record |= {"tokens_per_second": rate, "data_wait": (waited - before[0]) / seconds}
         if sheet is not None:
             record["mfu"] = rate * flops_per_token / (sheet.peak_flops * jax.device_count())
         if reason := fault(metrics):

@@ -77,18 +77,28 @@ def plan_start(config: RunConfig) -> StartPlan:
             f"the model does not fit the parameters of start_from {config.start_from!r}: "
             f"{problem}; change TransformerConfig, or name in RunConfig.start_drops those to leave"
         )
+    changed: list[str] = []
     if "embedding" in offered:
-        _check_tokenizer(config.start_from, getattr(config.data, "tokenizer", None))
+        changed += _changed_tokenizer(config.start_from, getattr(config.data, "tokenizer", None))
     initialised = tuple(name for name in model if name not in offered)
     before, after = by_path(theirs.to_dict()), by_path(config.model.to_dict())
     both = ((path, before[path][1], after[path][1]) for path in after if path in before)
-    changed = tuple(f"{path}: {old} -> {new}" for path, old, new in both if old != new)
-    return StartPlan(tuple(offered), initialised, tuple(sorted(dropped)), changed)
+    changed += [
+        f"{path}: {old} -> {new}"
+        for path, old, new in both
+        if old != new and path not in ("remat", "scans_layers")  # how it is computed
+    ]
+    return StartPlan(tuple(offered), initialised, tuple(sorted(dropped)), tuple(changed))
 
 
-def _check_tokenizer(start_from: str, own: TokenizerConfig | None) -> None:
+def _changed_tokenizer(start_from: str, own: TokenizerConfig | None) -> list[str]:
+    """The fields of the tokenizer that this run chooses otherwise. Raises `UserError` for another
+    tokenizer, and for bos and eos that nobody chose."""
     theirs = tokenizer_config(RunDirectory(start_from))
-    if own and theirs and build_tokenizer(own).digest != build_tokenizer(theirs).digest:
+    if own is None or theirs is None:
+        return []
+    ours, base = build_tokenizer(own), build_tokenizer(theirs)
+    if ours.digest != base.digest:
         fields = {"kind": theirs.kind} | ({"path": theirs.path} if theirs.path else {})
         remedy = " and ".join(f"TokenizerConfig.{name} = {x!r}" for name, x in fields.items())
         raise UserError(
@@ -96,6 +106,17 @@ def _check_tokenizer(start_from: str, own: TokenizerConfig | None) -> None:
             f"are read as those of {own.path or 'bytes'}: set {remedy}, or drop its 'embedding' "
             "(RunConfig.start_drops)"
         )
+    names = ("bos_id", "eos_id", "stop_ids", "adds_bos")
+    found = {x: (getattr(base, x), getattr(ours, x)) for x in names}
+    changed = {x: pair for x, pair in found.items() if pair[0] != pair[1]}
+    if own.bos_id is None and own.eos_id is None and changed.keys() & {"bos_id", "eos_id"}:
+        as_there = ", ".join(f"TokenizerConfig.{x} = {old!r}" for x, (old, _) in changed.items())
+        raise UserError(
+            f"start_from {start_from!r} begins and ends documents with tokens {base.bos_id} and "
+            f"{base.eos_id}, the data would with {ours.bos_id} and {ours.eos_id}: set {as_there}, "
+            "or bos_id and eos_id as the data should have them"
+        )
+    return [f"tokenizer {x}: {old} -> {new}" for x, (old, new) in changed.items()]
 
 
 def started_state(program: Program) -> tuple[int, StartPlan, TrainState]:

@@ -50,6 +50,7 @@ class Controls(FirstTokens[ControlLoss]):
     key = "control"
     x_label = "control"
     rank = 12
+    whole = TRAINED
     is_by_batch = True
     has_variants = False
     sentence = "Nats per token more than as trained: what the control takes from the model."

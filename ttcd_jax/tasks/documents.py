@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from absl import logging
 
 from ttcd_jax.config import Bound, NonNegative, Positive
 from ttcd_jax.errors import DataError, UserError
@@ -80,6 +81,13 @@ class FinalBlock(DocumentTask[BlockLoss]):
             raise DataError(
                 f"the longest document has {longest} tokens, and the shortest context and "
                 f"final_block {least}: lower --contexts or --final_block, or take other documents"
+            )
+        needed = max(x + self.final_block for x in self.contexts if x + self.final_block <= longest)
+        if short := sum(ids.size < needed for ids in found.documents):
+            logging.warning(
+                "final_block: %d of %d documents have fewer than %d tokens, so longer contexts are "
+                "of other documents: raise min_doc_tokens",
+                *(short, len(found.documents), needed),
             )
         return found
 

@@ -153,8 +153,9 @@ def _sums(records: Sequence[PositionLoss]) -> tuple[list[str], np.ndarray, np.nd
     names = [x.context for x in _of_all(records)]
     bits, sizes = np.zeros((2, 1 + max((x.row or 0 for x in records), default=0), len(names)))
     for x in records:
-        if x.row is not None and x.bits_per_byte and x.context in names:
+        if x.row is not None and x.context in names:
             where = x.row, names.index(x.context)
             bits[where] = x.tokens * math.log2(x.perplexity)
-            sizes[where] = round(bits[where] / x.bits_per_byte)
+            if x.bits_per_byte:  # else of eos alone, which has no bytes
+                sizes[where] = round(bits[where] / x.bits_per_byte)
     return names, bits, sizes

@@ -44,8 +44,12 @@ SMALLEST = HARDWARE["A100"].memory_bytes  # where a device has no data sheet
 
 
 def data_sheet(device_kind: str) -> Hardware | None:
-    """The accelerator whose name is part of `device_kind`; None for an unknown one."""
-    return next((device for name, device in HARDWARE.items() if name in device_kind), None)
+    """The accelerator whose name is a word of `device_kind`; None for an unknown one, and for cards
+    of that name with another clock or memory."""
+    if re.search(r"(?i)\b(pcie|nvl|40gb)\b", device_kind):
+        return None
+    words = re.findall(r"\w+", device_kind.replace("GB200", "B200"))  # that chip, beside a CPU
+    return next((device for name, device in HARDWARE.items() if name in words), None)
 
 
 def device_bytes() -> float:

@@ -18,7 +18,8 @@ HostMetrics = dict[str, Shaped[np.ndarray, "..."]]
 
 class MetricCallback(NamedTuple):
     """Called with (steps done, metrics of that step) every `every` steps and after bad steps, one
-    step late. `data_seconds` among them: the time that the loop has waited for batches so far."""
+    step late. `data_seconds` among them: the time that the loop has waited for batches so far, and
+    `callback_seconds`, that of state callbacks, which evaluate and save."""
 
     every: int
     call: Callable[[int, HostMetrics], None]
@@ -52,14 +53,14 @@ def train(
     `on_bad(steps done, reason, metrics)` for a bad step, before a state callback receives its
     state; training goes on if it returns.
     """
-    done, pending, waited = start, None, 0.0
+    done, pending, waited, called = start, None, 0.0, 0.0
     stream = batches.iterate(start, steps - start)
 
     def report(number: int, metrics: Metrics) -> None:
         host = jax.device_get(metrics)
         if reason := fault(host):
             on_bad(number, reason, host)
-        host["data_seconds"] = np.asarray(waited)
+        host["data_seconds"], host["callback_seconds"] = np.asarray(waited), np.asarray(called)
         for callback in on_metrics:
             if number % callback.every == 0 or number == steps or reason:
                 callback.call(number, host)
@@ -79,9 +80,10 @@ def train(
         due = [x for x in on_state if is_last or done % x.every == 0 or x.is_due(done)]
         if due or is_last:
             report(*pending)
-            pending = None
+            pending, begin = None, time.monotonic()
             for callback in due:
                 callback.call(done, state)
+            called += time.monotonic() - begin
         if is_last:
             break
     return state, done

@@ -25,7 +25,16 @@ Measure = Callable[[Params, Batch], Metrics]
 # Names of the step's and the reports' own numbers.
 RESERVED = (
     *("step", "loss", "grad_norm", "learning_rate", "skipped_steps", "grad_norm_average"),
-    *("is_skipped", "data_seconds", "data_wait", "tokens_per_second", "mfu", "skipped", "rows"),
+    *(
+        "is_skipped",
+        "data_seconds",
+        "callback_seconds",
+        "data_wait",
+        "tokens_per_second",
+        "mfu",
+        "skipped",
+        "rows",
+    ),
 )
 
 

@@ -88,8 +88,8 @@ class OptimizerConfig(configs.Config):
 
     `rates`: pairs (pattern, factor), `(("layers/*/mlp/proj", 0.1),)`. A parameter's learning rate,
     its weight decay too, is multiplied by the factor of the first pattern that matches its name on
-    disk, by 1 if none does. A factor of 0 freezes it: it stays bit for bit, has no moments, and no
-    part in the gradient norm.
+    disk, by 1 if none does. A factor of 0 freezes it: it stays bit for bit, has no part in
+    the gradient norm, and no moments unless a layer in its stack of equal layers is trained.
     """
 
     kind: str = "adamw"

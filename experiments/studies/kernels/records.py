@@ -20,10 +20,12 @@ from experiments.studies.kernels.runner import Job, job_of
 def rows_of(report: Row) -> list[Row]:
     """The first line of a file of records, and its rows: of a job measured again the last."""
     rows = list({job_of(row): row for row in report["rows"]}.values())
-    first, *_ = report["surroundings"].values()
+    made = dict.fromkeys(row["surroundings"] for row in rows)
+    found = (report["surroundings"][x] for x in made)
+    on = dict.fromkeys(f"jax {x['jax']}, triton {x['triton']}" for x in found)
     steps = dict.fromkeys(row["step"] for row in rows)
     head = {"command": f"python -m experiments.kernels --steps {' '.join(steps)}"}
-    head |= report["environment"] | {"on": f"jax {first['jax']}, triton {first['triton']}"}
+    head |= report["environment"] | {"on": "; ".join(on)}
     groups: dict[str, list[Row]] = {}
     for row in rows:
         where = row["op"] or row["case"]

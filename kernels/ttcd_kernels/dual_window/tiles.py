@@ -35,8 +35,9 @@ class Documents(NamedTuple):
 
 
 def documents(segment_ids: Int[Array, "B S"]) -> Documents:
-    """The documents of rows, in int32. In a row whose ids never fall a query sees its own run at
-    most; elsewhere a document may come again, and any earlier key be of it."""
+    """The documents of rows, in int32. In a row whose ids never fall, but to 0 for padding at its
+    end, a query sees its own run at most; elsewhere a document may come again, and any earlier key
+    be of it."""
     ids = segment_ids.astype(jnp.int32)
     position = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     is_end = jnp.concatenate([ids[:, 1:] != ids[:, :-1], jnp.ones_like(ids[:, :1], bool)], 1)
@@ -44,7 +45,9 @@ def documents(segment_ids: Int[Array, "B S"]) -> Documents:
     last = ids.shape[1] - 1
     start = jax.lax.cummax(jnp.where(is_start, position, 0), 1)
     end = jax.lax.cummin(jnp.where(is_end, position, last), 1, reverse=True)
-    is_ordered = jnp.all(ids[:, 1:] >= ids[:, :-1], 1, keepdims=True)
+    padded = jnp.where(ids == 0, jnp.max(ids, 1, keepdims=True) + 1, ids)
+    one, other = (jnp.all(x[:, 1:] >= x[:, :-1], 1, keepdims=True) for x in (ids, padded))
+    is_ordered = one | other
     first_seen, last_seeing = jnp.where(is_ordered, start, 0), jnp.where(is_ordered, end, last)
     return Documents(ids, start, end, first_seen, last_seeing)
 

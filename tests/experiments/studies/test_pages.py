@@ -99,5 +99,12 @@ def test_a_table_has_the_rows_and_columns_of_its_spec(tmp_path):
     for name, table in tables.items():
         page.write_text(f"<!-- table: {name} -->\n<!-- end -->")
         assert f"-->\n\n{table}" in pages.drawn(page, tmp_path)
+    # A recipe of some seeds alone says so beside means, not beside the seeds themselves.
+    lines += ['{"row": "a, on", "seed 0": 1.0}', '{"row": "b, on", "seed 0": 1.0, "seed 1": 2.0}']
+    (tmp_path / "some.jsonl").write_text("\n".join(lines))
+    page.write_text("<!-- table: two -->\n<!-- end -->")
+    assert "| b | t |\n| a (seed 0) | t |\n" in pages.drawn(page, tmp_path)
+    page.write_text("<!-- table: one -->\n<!-- end -->")
+    assert "\n| a | 0.125 |" in pages.drawn(page, tmp_path)
     page.write_text("<!-- table: four -->\n<!-- end -->")
     refused("a table four that pages.toml lacks", pages.drawn, page, tmp_path)

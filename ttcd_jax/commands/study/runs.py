@@ -22,6 +22,7 @@ from ttcd_kernels.table import Row, format_table
 from ttcd_jax.commands import cli
 from ttcd_jax.config import DISTINCT, Bound, Config, NonNegative, Positive
 from ttcd_jax.data.corpus import load_documents
+from ttcd_jax.data.documents import Document
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
 from ttcd_jax.data.synthetic import SyntheticConfig
 from ttcd_jax.errors import DataError, UserError
@@ -104,6 +105,8 @@ def control(name: Control, run: RunConfig) -> tuple[str, ...]:
             models = model, model.replace(**plain)
             cost, least = (training_flops_per_token(x, length) for x in models)
             others = (f"RunConfig.steps={round(run.steps * cost / least)}",)
+            if (steps := run.optimizer.schedule.steps) is not None:
+                others += (f"ScheduleConfig.steps={round(steps * cost / least)}",)
     if name in ("swa", "swa_flops", "gated_delta"):  # without what names a memory's parameters
         names = stored_params(model.replace(**plain))
         rates = tuple(x for x in run.optimizer.rates if fnmatch.filter(names, x[0]))
@@ -125,8 +128,8 @@ class StudyConfig(Config):
     the queries of the token before.
 
     All are evaluated by `evaluations` on the held-out text of every corpus they are trained on, cut
-    into pieces of `piece_bytes`, at most `max_pieces` of them, taken evenly; where they are trained
-    on rows that are drawn, on other such rows.
+    into pieces of `piece_bytes` and whole characters, at most `max_pieces` of them, taken evenly;
+    where they are trained on rows that are drawn, on other such rows.
     """
 
     recipes: Annotated[tuple[Variant, ...], DISTINCT]
@@ -159,17 +162,19 @@ class StudyConfig(Config):
             name, file, own = _parts(variant)
             own = (*own, *params)
             found[name] = Recipe(load(file, own), file, own, variant in self.once)
-        result, configs = {}, [recipe.config for recipe in found.values()]
+        result: dict[str, Recipe] = {}
         for name, recipe in found.items():
-            result[name] = recipe
+            result.setdefault(name, recipe)
             for kind in self.controls if name != START else ():
                 bindings = (*recipe.bindings, *control(kind, recipe.config))
                 label = f"{name}_{kind}"
-                if (config := load(recipe.file, bindings)) in configs:
+                config, both = load(recipe.file, bindings), found | result
+                if same := next((x for x in both if both[x].config == config), None):
+                    is_once = both[same].is_once and recipe.is_once
+                    result[same] = both[same]._replace(is_once=is_once)
                     continue
                 if label in found:
                     raise UserError(f"{found[label].file} is not the control {kind}: rename it")
-                configs.append(config)
                 result[label] = recipe._replace(config=config, bindings=bindings)
         return result
 
@@ -216,7 +221,7 @@ def held_out_texts(config: StudyConfig, runs: dict[str, Recipe], path: Path) -> 
             raise UserError(f"a study is evaluated on text, not on {type(part).__name__}")
         name = "stdlib" if part.corpus.path is None else Path(part.corpus.path).name
         pieces = [
-            (document.name, document.text[start : start + size])
+            (document.name, _text(document, start, size))
             for document in load_documents(part.corpus, "validation")
             for start in range(0, len(document.text) - size + 1, size)
         ]
@@ -227,20 +232,28 @@ def held_out_texts(config: StudyConfig, runs: dict[str, Recipe], path: Path) -> 
             raise UserError(f"two corpora of the study are named {name}: rename one of the folders")
         chosen = np.linspace(0, len(pieces) - 1, min(config.max_pieces, len(pieces))).astype(int)
         documents, cut = zip(*(pieces[index] for index in chosen), strict=True)
-        shown = [*map(_text, documents, cut)]
-        folder = path / "texts" / f"{name}-{digest(shown)[:12]}"
-        for number, text in enumerate(shown):
+        folder = path / "texts" / f"{name}-{digest([*cut])[:12]}"
+        for number, text in enumerate(cut):
             write_whole(folder / f"{number:03}.txt", text)
         texts[name] = folder, [*documents]
     return texts
 
 
-def _text(document: str, piece: bytes) -> str:
-    """A piece as text, less the characters at its ends that are cut."""
-    text = piece.decode(errors="ignore")
-    if len(text.encode()) < len(piece) - 6:
-        raise DataError(f"{document} is not UTF-8, as the texts of a study are: convert it")
-    return text
+def _text(document: Document, start: int, size: int) -> str:
+    """A piece of a document, of `size` bytes or so many more as its last character needs."""
+
+    def whole(index: int) -> int:  # the first index from here on at which a character begins
+        while index < len(document.text) and document.text[index] & 0xC0 == 0x80:
+            index += 1
+        return index
+
+    start = whole(start)
+    try:
+        return document.text[start : whole(start + size)].decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{document.name} is not UTF-8, as the texts of a study are: convert it"
+        ) from error
 
 
 def compute(
@@ -260,7 +273,7 @@ def compute(
     missing = []
     for task, text in itertools.product(evaluations, texts):
         if pieces := texts[text]:
-            task = task.replace(text=str(pieces[0]))
+            task = _of_all(task.replace(text=str(pieces[0])), len(pieces[1]))
         file = results_file(folder, task, name, text)
         if not file.exists() or read_json(file).get("options") != task.to_dict():
             missing.append((task, text))
@@ -280,6 +293,12 @@ def compute(
     for task, text in missing:
         subject = Subject(trained.model, trained.tokenizer, data, folder, f"{name}, {text}")
         evaluate(task, subject, trained.step).write()
+
+
+def _of_all(task: Task, num_pieces: int) -> Task:
+    """The task on all pieces, though its default be fewer."""
+    most = getattr(task, "max_rows", num_pieces)
+    return task.replace(max_rows=num_pieces) if most < num_pieces else task
 
 
 def write_study(
@@ -348,6 +367,8 @@ def _united(measured: BySeed, pieces: list[str]) -> tuple[BySeed, list[str]]:
     names = [*dict.fromkeys(pieces)]
     everything = [x for seeds in measured.values() for x in seeds.values()]
     documents = {x.document for y in everything for records in y.values() for x in records}
+    if missing := len(pieces) - len(documents - {None}):
+        logging.warning("%d of %d pieces have too few tokens: not measured", missing, len(pieces))
     if len(names) < by_document.LEAST_DOCUMENTS or len(pieces) != len(documents - {None}):
         return measured, pieces
     number = {None: None} | {i: names.index(name) for i, name in enumerate(pieces)}
