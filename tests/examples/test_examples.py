@@ -149,7 +149,7 @@ def test_an_example_fits_a_page():
 
 
 def test_wrong_inputs_are_refused_with_both_numbers():
-    assert int(commands.output(Path(__file__).with_name("wrong_inputs.py"))) == 29
+    assert int(commands.output(Path(__file__).with_name("wrong_inputs.py"))) == 32
 
 
 MODEL = ROOT / "examples" / "model"

@@ -41,7 +41,7 @@ def test_what_a_run_says_of_its_speed_is_that_of_the_clock(tmp_path, capsys, mon
     assert capsys.readouterr().out.splitlines() == [
         "step   2/100  loss 1.5000  4 tokens/s  24:30 left  MFU 2.1%  |eta S|/|W| 0.500  "
         "20% waiting for data",
-        "step   4/100  loss 1.5000  16 tokens/s  6:24 left  MFU 8.0%  |eta S|/|W| 0.250  "
+        "step   4/100  loss 1.5000  16 tokens/s  8:48 left  MFU 8.0%  |eta S|/|W| 0.250  "
         "25% waiting for data",
     ]
     assert [x.partition(", null")[0] for x in caplog.messages] == ["step 4: not finite"] * 2
