@@ -97,6 +97,17 @@ def test_a_kept_state_is_asked_by_file_and_from_standard_input(run, place, first
     assert "has 1 rows, and there are 2 prompts" in commands.refused(*line, question, input="Who")
 
 
+def test_a_state_that_was_frozen_is_read_and_says_so(run, place):
+    state = place / "frozen"
+    run("--memory=frozen", f"--save_state={state}", "--max_new_tokens=0", prompts=["book"])
+    _, errors = run(f"--load_state={state}", prompts=["question"])
+    assert "its memory is read only (--memory=frozen)" in errors
+    line = ("generate", f"--run_dir={place / 'run'}", f"--load_state={state}", "--prompt_file=-")
+    for flag in ("memory=kept", f"save_memory={place / 'none'}"):
+        words = f"never written, so --{flag.partition('=')[0]} has no effect"
+        assert words in commands.refused(*line, f"--{flag}", input="Who")
+
+
 def test_a_memory_is_kept_asked_and_written_into_a_plain_model(place, tmp_path):
     """From process to process: a loud memory, whose sum with itself is another text."""
     memory = MemoryConfig(chunk_size=4, output="teacher_raw", eta=50.0)

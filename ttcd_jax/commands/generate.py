@@ -246,7 +246,6 @@ def _state(model: "InferenceModel", num_rows: int) -> tuple["InferenceState | No
             f"--load_state={FLAGS.load_state} has {len(state.position)} rows, and there "
             f"are {num_rows} prompts: pass one for each row"
         )
-    note(f"{FLAGS.load_state}: {_tokens_read(state)}")
     if is_frozen(state):
         for flag in ("memory", "save_memory"):
             if FLAGS[flag].value is not None:
@@ -255,6 +254,7 @@ def _state(model: "InferenceModel", num_rows: int) -> tuple["InferenceState | No
                     f"is read and never written, so --{flag} has no effect; leave it out"
                 )
         note("its memory is read only (--memory=frozen)")
+    note(f"{FLAGS.load_state}: {_tokens_read(state)}")
     return state, 0
 
 
