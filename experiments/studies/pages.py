@@ -157,8 +157,9 @@ def draw(spec: Spec, path: Path) -> None:
     for record in _read(RECORDS / f"{path.stem}.jsonl", spec)[1]:
         found = (record[name] for name in spec["x"])
         means, halves = np.array([x if isinstance(x, list) else (x, 0) for x in found]).T
-        series[record["row"]] = spec["x"], means.tolist()
-        bands[record["row"]] = [(means + sign * halves).tolist() for sign in (-1, 1)]
+        name = spec.get("names", {}).get(record["row"], record["row"])
+        series[name] = spec["x"], means.tolist()
+        bands[name] = [(means + sign * halves).tolist() for sign in (-1, 1)]
     labels = {name: spec[name] for name in ("title", "x_label", "y_label")}
     plot_lines(path, series=series, bands=bands, **labels)
 
