@@ -200,7 +200,7 @@ STAGED = RecordsConfig(paths="x", folders=("a", "b"), stages=((3, (2, 1)),), seq
         (CorpusConfig, {"glob": "**x"}, "must be a pattern below path"),
         (TokenizerConfig, {"kind": "json"}, "kind 'json' takes the path"),
         (TokenizerConfig, {"path": "x.json"}, "kind 'byte' takes none"),
-        (TokenizerConfig, {"stop_ids": (3,)}, "set no bos_id, eos_id or stop_ids"),
+        (TokenizerConfig, {"stop_ids": (3,)}, "set no bos_id, eos_id, stop_ids or adds_bos"),
     ],
 )
 def test_what_a_configuration_may_not_say(kind, fields, words):

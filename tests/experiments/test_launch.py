@@ -59,13 +59,17 @@ def _scores(run_dir):
     }
 
 
-def test_training_evaluates_as_the_command_keeps_the_best_and_changes_no_loss(finished, tmp_path):
-    """Of saves after every step the last is kept, every fifth, and the best of those evaluated."""
+@pytest.mark.parametrize(("minutes", "fifth"), [(1e-9, {5, 10, 15, 20}), (None, {20})])
+def test_training_evaluates_as_the_command_keeps_the_best_and_changes_no_loss(
+    finished, tmp_path, minutes, fifth
+):
+    """Of saves after every step, or every fourth and those evaluated, the last is kept, every
+    fifth, and the best of those evaluated."""
     name = next(iter(_scores(finished[0])))
     bindings = (
         *("RunConfig.evaluate_every=6", "RunConfig.evaluations=(@Recall(),)"),
         *("RunConfig.keep_checkpoints=1", "RunConfig.keep_every=5", "RunConfig.keep_best=1"),
-        *(f"RunConfig.best_metric='{name}'", "RunConfig.checkpoint_minutes=1e-9"),
+        *(f"RunConfig.best_metric='{name}'", f"RunConfig.checkpoint_minutes={minutes}"),
     )
     commands.output(*LAUNCH, *tiny_run.params(*bindings), f"--run_dir={tmp_path}")
     records = read_metrics(tmp_path / "metrics.jsonl")
@@ -77,7 +81,7 @@ def test_training_evaluates_as_the_command_keeps_the_best_and_changes_no_loss(fi
     assert len({*scores[24].values()}) > 2
     best = max((6, 12, 18), key=lambda step: (scores[step][name], step))
     saved = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
-    assert saved == sorted({5, 10, 15, 20, 24, best})
+    assert saved == sorted({*fifth, 24, best})
 
 
 def test_needles_are_measured_as_kept_and_as_published_and_shown(finished):

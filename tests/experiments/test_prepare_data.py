@@ -179,7 +179,7 @@ def test_a_stopped_command_is_continued_or_clears_up(tmp_path, stop):
         ("--train_tokenizer=300 {ids} {out}", 3, "has token ids: name a column of text in --field"),
         ("--verify=x {in}", 2, "--input has no effect with --verify: leave it out"),
         ("--train_tokenizer=300 {in} {out} --samples_are_rows", 2, "--samples_are_rows has no eff"),
-        ("--tokenizer=byte {in} {out} --glob=*.txt", 3, "chooses files of a folder and"),
+        ("--tokenizer=byte {latin} {out} --glob=*.md", 3, "chooses files of a folder and"),
         ("--verify=/absent", 3, "/absent holds no token records"),
     ],
 )

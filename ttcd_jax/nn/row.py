@@ -126,7 +126,7 @@ class Piece(NamedTuple):
     def of(
         cls,
         h: Hidden,
-        start: int | Int[Array, " B"],
+        start: int | np.integer | Int[Array, " B"],
         *,
         chunk_size: int | None = None,
         window: int | None = None,

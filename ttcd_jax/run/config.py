@@ -58,7 +58,8 @@ class RunConfig(Config):
 
     A checkpoint is saved every `checkpoint_every` steps, and `checkpoint_minutes` after the last
     one. The newest `keep_checkpoints` are kept, those of steps divisible by `keep_every`, and the
-    `keep_best` best by `best_metric`, a metric of the evaluations as `metrics.jsonl` names it.
+    `keep_best` best by `best_metric`, a metric of the evaluations as `metrics.jsonl` names it: then
+    the steps that are evaluated are saved too.
 
     `max_skipped_steps`: so many bad steps of a run are skipped, the next one ends it. Bad is a loss
     or gradient that is not finite and, with `spike_factor`, a gradient norm above so many times its
@@ -130,11 +131,6 @@ class RunConfig(Config):
             raise UserError(
                 f"RunConfig.keep_best {self.keep_best} with best_metric {self.best_metric!r}: set "
                 "both, the metric as TASK/VARIANT/BUCKET of one of evaluations, and evaluate_every"
-            )
-        if task and (self.evaluate_every or 0) % self.checkpoint_every:
-            raise UserError(
-                f"RunConfig.evaluate_every {self.evaluate_every} is no multiple of "
-                f"checkpoint_every {self.checkpoint_every}: keep_best keeps steps that are saved"
             )
         parts, rows = self.accumulation_steps, self.batch_size
         if parts and rows % parts:

@@ -163,6 +163,10 @@ def _train(
             checkpoints.save(step, dict(state))
             signals.note_save()
 
+        def is_saving(step: int) -> bool:
+            is_scored = config.keep_best is not None and step % (config.evaluate_every or 1) == 0
+            return signals.is_saving(step) or is_scored  # all processes ask
+
         def evaluated(step: int, metrics: dict[str, float]) -> None:
             write(step, metrics)
             scores.update(best_scores(config, [{"step": step, **metrics}]))
@@ -172,7 +176,7 @@ def _train(
             reporter(config, directory.path, start, trackers, watchdog) as (callbacks, write),
             profiled(step, directory.path / "profile", start=start, window=profile) as step,
         ):
-            saves = StateCallback(config.checkpoint_every, save, signals.is_saving)
+            saves = StateCallback(config.checkpoint_every, save, is_saving)
             others = evaluation_callbacks(config, directory, evaluated, rows_at_once)
             on_state = [x._replace(call=watchdog.paused()(x.call)) for x in (saves, *others)]
             for callback in on_state[1:] if is_missed else ():

@@ -45,7 +45,7 @@ def documents(segment_ids: Int[Array, "B S"]) -> Documents:
     last = ids.shape[1] - 1
     start = jax.lax.cummax(jnp.where(is_start, position, 0), 1)
     end = jax.lax.cummin(jnp.where(is_end, position, last), 1, reverse=True)
-    padded = jnp.where(ids == 0, jnp.max(ids, 1, keepdims=True) + 1, ids)
+    padded = jnp.where(ids == 0, jnp.max(ids, 1, keepdims=True, initial=0) + 1, ids)
     one, other = (jnp.all(x[:, 1:] >= x[:, :-1], 1, keepdims=True) for x in (ids, padded))
     is_ordered = one | other
     first_seen, last_seeing = jnp.where(is_ordered, start, 0), jnp.where(is_ordered, end, last)
