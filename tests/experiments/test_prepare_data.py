@@ -14,10 +14,13 @@ import corpora
 import pytest
 import tiny_run
 from damage import flip_bit
+from small_models import run_config
 
 from ttcd_jax import load_run, units
 from ttcd_jax.data.records import open_records, read_manifest
-from ttcd_jax.data.tokenizer import build_tokenizer, tokenizer_of
+from ttcd_jax.data.sources import TextConfig
+from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer, tokenizer_of
+from ttcd_jax.run.directory import RunDirectory
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +76,21 @@ def test_records_are_the_text_for_every_number_of_processes(text, tokenizer, rec
         sizes = enumerate(documents.sizes)
         found += [encoder.decode(documents.read(index, 0, size)) for index, size in sizes]
     assert sorted(found) == sorted(filter(None, (path.read_text() for path in text.iterdir())))
+
+
+def test_documents_begin_and_end_as_those_of_the_run_whose_tokenizer_it_is(
+    text, tokenizer, tmp_path
+):
+    own = TokenizerConfig(kind="json", path=str(tokenizer), bos_id=7, eos_id=8)
+    data = TextConfig(corpus=corpora.text_file(text), tokenizer=own, seq_len=8)
+    run = RunDirectory(tmp_path / "run")
+    run.claim(run_config("swa", data=data).to_dict(), "", {})
+    run.checkpoints.mkdir(exist_ok=True)
+    shutil.copy(tokenizer, run.path / "tokenizer.json")
+    _prepare(text, run.path / "tokenizer.json", tmp_path / "records")
+    train = open_records(tmp_path / "records", "train")
+    ids = train.read(0, 0, int(train.sizes[0]))
+    assert (ids[0], ids[-1]) == (7, 8)
 
 
 def test_a_run_on_records_and_text_trains_and_is_pinned(text, tokenizer, records, tmp_path):

@@ -122,7 +122,7 @@ def _tokenizer() -> TokenizerConfig:
     path = storage.to_path(FLAGS.tokenizer)
     run = RunDirectory(path.parent)
     own = tokenizer_config(run) if run.checkpoints.is_dir() else None
-    return tokenizer.tokenizer_of(path) if own is None or own.kind == "byte" else own
+    return own if own and own.path == str(path) else tokenizer.tokenizer_of(path)
 
 
 def _corpus() -> CorpusConfig:

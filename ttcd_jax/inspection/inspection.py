@@ -230,9 +230,8 @@ class Inspection:
     def arrays(self) -> dict[str, np.ndarray]:
         """All of it by name, with the default `reads`, for `numpy.savez`."""
         names = ("tokens", "loss_on", "loss_off", "gain", "gate", "write_norm", "read_norm")
-        found = {
-            x: getattr(self, x) for x in (*names, "loudness", "window_share")
-        } | self.reads()._asdict()
+        names += ("loudness", "window_share")
+        found = {x: getattr(self, x) for x in names} | self.reads()._asdict()
         found["layers"] = np.array(self.layers)
         return found | ({} if self.segments is None else {"segments": self.segments})
 

@@ -231,10 +231,8 @@ def _decayed_sums(runs: Summary, *, reverse: bool = False) -> Summary:
 
 def _states(options: PrefixOptions, block: _Summed, carry: jax.Array) -> tuple[jax.Array, Sum]:
     """States before each chunk [B, G, F, D], and the one after the last."""
-    delta, kept = (
-        chunk_delta(options, block.writes.errors, block.writes.keys),
-        _kept(options, block),
-    )
+    delta = chunk_delta(options, block.writes.errors, block.writes.keys)
+    kept = _kept(options, block)
     carry = carry[:, None]
     if kept is None:
         after = jax.lax.associative_scan(jnp.add, delta, axis=1) + carry
