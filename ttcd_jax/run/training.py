@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import NamedTuple, Self
@@ -163,10 +163,6 @@ def _train(
             checkpoints.save(step, dict(state))
             signals.note_save()
 
-        def is_saving(step: int) -> bool:
-            is_scored = config.keep_best is not None and step % (config.evaluate_every or 1) == 0
-            return signals.is_saving(step) or is_scored  # all processes ask
-
         def evaluated(step: int, metrics: dict[str, float]) -> None:
             write(step, metrics)
             scores.update(best_scores(config, [{"step": step, **metrics}]))
@@ -176,7 +172,7 @@ def _train(
             reporter(config, directory.path, start, trackers, watchdog) as (callbacks, write),
             profiled(step, directory.path / "profile", start=start, window=profile) as step,
         ):
-            saves = StateCallback(config.checkpoint_every, save, is_saving)
+            saves = StateCallback(config.checkpoint_every, save, _saves(config, signals))
             others = evaluation_callbacks(config, directory, evaluated, rows_at_once)
             on_state = [x._replace(call=watchdog.paused()(x.call)) for x in (saves, *others)]
             for callback in on_state[1:] if is_missed else ():
@@ -352,3 +348,9 @@ class _Signals(contextlib.ExitStack):
             signal.raise_signal(number)
         else:
             self.name = self.name or signal.Signals(number).name
+
+
+def _saves(config: RunConfig, signals: _Signals) -> Callable[[int], bool]:
+    """Whether a step is saved besides every `checkpoint_every`-th; all processes ask at each."""
+    every = config.evaluate_every if config.keep_best is not None else None
+    return lambda step: signals.is_saving(step) or (every is not None and step % every == 0)
