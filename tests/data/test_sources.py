@@ -237,3 +237,9 @@ def test_a_changed_text_is_refused_with_the_option_that_gives_another(tmp_path, 
     assert read() == (4 if is_mixed else 2)
     shutil.rmtree(folder)
     assert_refused(f"no file or folder at {folder}: give the path")
+
+
+def test_a_run_on_batches_of_its_caller_has_no_text():
+    data = sources.BatchesConfig(seq_len=8).to_dict()
+    words = "x was trained on batches of its caller, |evaluate_every None"
+    refused(words, sources.text_records, "x", data, None, None)

@@ -295,3 +295,11 @@ def test_a_killed_command_goes_on_and_writes_the_same_results(tmp_path):
     assert not (run_dir / "eval" / "ppl" / "results.json").exists()
     assert evaluate(-1) == 3
     assert results() == expected
+
+
+def test_rows_of_a_batch_divide_among_the_devices(monkeypatch):
+    scorer = Scorer(model_of("ipttcd"), batch_size=16)
+    for devices, rows in ((1, 16), (3, 15), (24, 24)):
+        sizes = {"data": devices}
+        monkeypatch.setattr(module.rules, "axis_size", lambda axis, x=sizes: x.get(axis, 1))
+        assert scorer._num_rows(50, 8) == rows

@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small_models import FLOAT64, small_attention
+from small_models import FLOAT64, SETTINGS, config_of, small_attention
 
 from ttcd_jax import AttentionConfig, Precision
 from ttcd_jax.methods.delta_net import DeltaRuleConfig
 from ttcd_jax.methods.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from ttcd_jax.methods.lact import LaCT, LaCTConfig, LaCTMemoryConfig
+from ttcd_jax.models.config import block_configs
 
 D, T, L = 8, 14, 4
 
@@ -135,3 +136,12 @@ def test_keys_of_the_delta_rule_can_start_at_the_token_before(float64):
     overlaps = jnp.einsum("BNH,BSNH->SN", query[:, -1], writes.k)
     assert overlaps.argmax(axis=0).tolist() == [6, 6]
     checks.assert_close(overlaps[6], jnp.ones(2), 1e-4)
+
+
+def test_the_arrays_of_a_state_are_donated_one_by_one():
+    """Also where the raw weights start as those that are read."""
+    memory = SETTINGS["lact"].replace(keeps_raw_state=True)
+    layer = block_configs(config_of("lact", memory=memory))[0].mixer.build(rngs=nnx.Rngs(0))
+    arrays = jax.tree.leaves(layer.start(2, None))
+    after = jax.jit(lambda x: [2 * y for y in x], donate_argnums=0)(arrays)
+    assert len(after) == len(arrays)

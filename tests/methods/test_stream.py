@@ -20,6 +20,7 @@ from ttcd_jax.inference.saved_state import load_state, save_state
 from ttcd_jax.inference.state import frozen, start_state
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.methods.ipttcd_stream import StreamMemoryConfig
+from ttcd_jax.models.config import block_configs
 from ttcd_jax.tasks import gap
 from ttcd_jax.train import layers_on_disk as disk
 
@@ -229,3 +230,8 @@ def test_it_starts_as_the_task_stream_measures_without_training(float64):
 
     above, between, below = map(losses, (silent, config, full))
     np.testing.assert_allclose((above - between) / (above - below), shares, rtol=1e-6)
+
+
+def test_a_memory_of_the_stream_is_not_called_alone():
+    layer = block_configs(config_of("ipttcd_stream"))[0].mlp.build(rngs=nnx.Rngs(0))
+    refused("call the Block", layer, jnp.ones((1, 4, 8)), jnp.ones((1, 4, 8)))

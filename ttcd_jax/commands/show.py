@@ -55,21 +55,14 @@ def _lines(config: Config) -> Iterator[str]:
             return f"({', '.join(map(text, value))}{',' * (len(value) == 1)})"
         return repr(value)
 
-    defaults = {"memory": getattr(config, "settings", None), "settings": _settings(config)}
+    defaults = {"memory": getattr(config, "settings", None)}
+    defaults["settings"] = getattr(config, "constants", None)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         value = defaults.get(field.name) if value is None else value
         yield f"{type(config).__name__}.{field.name} = {text(value)}"
     for value in inner:
         yield from _lines(value)
-
-
-def _settings(config: Config) -> Config | None:
-    """The default settings of an optimizer, None for one without."""
-    from ttcd_jax.train.optimizer import OPTIMIZERS, OptimizerConfig
-
-    kind = OPTIMIZERS.named(config.kind).settings if isinstance(config, OptimizerConfig) else None
-    return kind and kind()
 
 
 if __name__ == "__main__":

@@ -102,6 +102,12 @@ class OptimizerConfig(configs.Config):
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     rates: Rates = ()
 
+    @property
+    def constants(self) -> OptimizerSettings | None:
+        """The settings, the defaults of the optimizer unless bound; None for one without."""
+        defaults = OPTIMIZERS.named(self.kind).settings
+        return self.settings or (defaults and defaults())
+
     def validate(self) -> None:
         known = OPTIMIZERS.named(self.kind).settings
         if self.settings is not None and type(self.settings) is not known:
@@ -171,7 +177,7 @@ def build_optimizer(
         return jax.tree.map(lambda leaf, x: (leaf * x).astype(leaf.dtype), updates, factors)
 
     kind = OPTIMIZERS.named(config.kind)
-    settings = config.settings or (kind.settings and kind.settings())
+    settings = config.constants
     directions: dict[Hashable, optax.GradientTransformation] = {
         **kind.directions(config, settings, axes)
     }
