@@ -84,6 +84,14 @@ def test_what_was_evaluated_in_training_is_a_curve_of_the_last_bucket(made, tmp_
     assert training_sections([once], tmp_path) == []
 
 
+def test_curves_have_values_at_steps_1_2_and_5(made, tmp_path):
+    section = training_sections([made("mine")], tmp_path)[2]
+    assert section.title == "Size of the memory, mean over layers"
+    [row] = section.table
+    values = {name: pytest.approx(x) for name, x in (("step 1", 9.0), ("step 2", 0.2))}
+    assert row == {"run": "mine", "step": 3, "|eta S| / |W_base|": pytest.approx(0.4)} | values
+
+
 def test_a_run_has_a_row_and_its_settings(made):
     mine, other = made("mine"), made("other", config_of("swa", precision=Precision()), seed=3)
     assert (mine.row["tokens/s"], mine.row["steps"], mine.row["device"]) == (70.0, 4, "cpu")

@@ -150,7 +150,8 @@ def first_columns(runs: Sequence[Run]) -> list[Row]:
 
 def training_sections(runs: Sequence[Run], output: Path) -> list[Section]:
     """What was evaluated while runs were trained here; their loss and speed, and how far their
-    memory moves the weights: a curve by step, and the last value."""
+    memory moves the weights: a curve by step, the last value, and those at steps 1, 2, 5, 10, 20
+    and so on, where they were logged."""
     sections = _evaluated(runs, output)
     for name, (title, y_label) in _CURVES.items():
         table, lines = [], {}
@@ -160,7 +161,8 @@ def training_sections(runs: Sequence[Run], output: Path) -> list[Section]:
                 row = {"run": run.label, "step": max(found), y_label: found[max(found)]}
                 if name == "loss":
                     row["tokens/s (median)"] = run.facts.tokens_per_second
-                table.append(row)
+                steps = [x for x in found if str(x).rstrip("0") in {"1", "2", "5"}]
+                table.append(row | {f"step {x}": found[x] for x in steps})
         if table:
             path = output / ("training.svg" if name == "loss" else f"{name}.svg")
             picture = _by_step(path, title, y_label, lines, f"{title}, by step.")
