@@ -107,6 +107,13 @@ def test_what_show_prints_is_the_recipe_whole(name, root, tmp_path):
         assert re.search(r"(?m)^RunConfig.steps = 7 +# --param RunConfig.steps=7$", changed)
 
 
+def test_show_names_the_scope_of_a_binding_and_default_settings():
+    mixture = commands.output("show", "study/swa.gin")
+    assert re.search(r"(?m)^CorpusConfig.path = 'books' +# data/\S+:\d+ \(of books\)$", mixture)
+    muon = commands.output("show", "study/width_256_muon.gin")
+    assert re.search(r"(?m)^MuonSettings.momentum = 0.95$", muon)
+
+
 def test_recipes_are_found_by_all_words():
     words = (("Evidence", "DELTA"), ())
     lines = [_ttcd("recipes", *x).stdout.splitlines() for x in words]
