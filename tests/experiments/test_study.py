@@ -24,6 +24,7 @@ from ttcd_jax.measure.by_document import means_over_documents, means_over_seeds
 from ttcd_jax.models.config import training_flops_per_token
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.directory import RunDirectory
+from ttcd_jax.tasks.controls import Controls
 from ttcd_jax.tasks.documents import PositionLoss
 from ttcd_jax.tasks.recall import Evidence
 
@@ -196,7 +197,8 @@ RECALL += ("RecallConfig.num_keys=3", "RecallConfig.num_values=3")
 def test_recipes_on_rows_that_are_drawn_are_compared_seed_by_seed(tmp_path):
     lines = [f"include '{x}'" for x in (METHODS["other"][0], "train/adamw_short.gin")]
     (tmp_path / "own.gin").write_text("\n".join([*lines, *DRAWN]))
-    options = {"seeds": (3, 5), "evaluations": (Evidence(max_rows=9),)}
+    tasks = Evidence(max_rows=9), Controls(max_rows=9)
+    options = {"seeds": (3, 5), "evaluations": tasks}
     start, own = f"{tmp_path}/own.gin", ("own", f"{tmp_path}/own.gin", "STEPS=2")
     wide, other = (("more", start, *x) for x in (["EvidenceConfig.num_between=48"], RECALL))
     assert _texts(StudyConfig(recipes=(own, wide), **options), tmp_path) == {"evidence": None}
@@ -284,8 +286,14 @@ def test_mistakes_are_refused(folder, tmp_path):
         refused(words, _texts, _study(folder, f"StudyConfig.{param}"), tmp_path)
     # Before the recipe is trained.
     asked = _study(folder, "StudyConfig.evaluations=(@Controls(),)")
-    refused("'swa' has no in-place memory", _compute, asked, tmp_path / "asked")
+    swa = asked.replace(recipes=asked.recipes[:1])
+    refused("'swa' has no in-place memory", _compute, swa, tmp_path / "asked")
     assert not (tmp_path / "asked/base-3").exists()
+    recipes, texts, trained = _compute(asked, tmp_path / "asked")
+    assert trained == 2
+    assert {x.parent.name for x in (tmp_path / "asked").glob("*/eval")} == {"other-3", "other-5"}
+    table = write_study(asked, recipes, texts, tmp_path / "asked")[2].table
+    assert [{*x} > {"memory off", "shuffled keys", "no gap"} for x in table] == [True]
 
 
 def test_controls_of_a_recipe_are_its_own_run_with_one_change(folder):

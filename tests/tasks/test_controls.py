@@ -1,12 +1,14 @@
 """Controls of trained memories: what each takes from a model, by what it changes and what not."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, refused
 from flax import nnx
-from small_models import CHUNK, FLOAT64, SETTINGS, model_of
+from small_models import CHUNK, FLOAT64, RECALL, SETTINGS, model_of
 
+from ttcd_jax.data.synthetic import HELD_OUT, EvidenceConfig, SyntheticRows
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.measure.by_document import Selection
 from ttcd_jax.measure.results import evaluate
@@ -18,6 +20,7 @@ from ttcd_jax.sharding import rules
 from ttcd_jax.tasks.controls import Controls
 
 LENGTH = 8 * CHUNK
+EVIDENCE = EvidenceConfig(num_facts=3, num_keys=4, num_values=4, num_fillers=3, num_between=6)
 OTHERS = ["memory off", "layer 0 off", "another document's memory", "shuffled keys", "no gap"]
 CASES = {
     "ipttcd": OTHERS,
@@ -122,7 +125,8 @@ def test_no_row_of_a_batch_is_left_to_read_its_own(count, batch, devices, monkey
         return np.zeros((2, *pairs.shape[:2]))
 
     monkeypatch.setattr(scorer, "_in_one_pass", noted)
-    assert len(scorer.controlled([np.full(9, n) for n in range(count)], "foreign")) == count
+    rows = [np.full(9, n) for n in range(count)]
+    assert len(scorer.controlled(rows, "foreign", [x[1:] for x in rows])) == count
     assert {n for rows in seen for n in rows} == {*range(count)}
     assert all(len(rows) % devices == 0 for rows in seen)
     assert all((np.roll(rows, 1) != rows).all() for rows in seen)
@@ -134,6 +138,29 @@ def test_shuffled_keys_are_those_of_other_tokens_of_their_chunk():
     assert (found.errors == -keys).all()
     assert (found.keys != keys).all()
     assert (jnp.sort(found.keys, axis=2) == keys).all()
+
+
+@pytest.mark.parametrize("data", [RECALL, EVIDENCE], ids=lambda x: x.kind)
+def test_of_drawn_rows_what_is_asked_is_measured(data, tmp_path, float64):
+    """Of evidence that is not the token that comes next."""
+    model = _model("delta rule", vocab_size=data.vocab_size)
+    subject = Subject(model, None, data.to_dict(), tmp_path, "mine")
+    result = evaluate(Controls(max_rows=6, batch_size=4), subject, 3)
+    rows = [*SyntheticRows(data, seed=HELD_OUT, num_rows=6)]
+    tokens, targets, mask = (
+        np.stack([row[name] for row in rows]) for name in ("tokens", "targets", "loss_mask")
+    )
+    odds = jax.nn.log_softmax(jax.jit(lambda x: model(x))(jnp.asarray(tokens)))
+    losses = -np.take_along_axis(np.asarray(odds), targets[..., None], axis=2)[..., 0]
+    found = {}
+    for x in result.series["mine"]:
+        found.setdefault(x.control, []).append((x.tokens, x.nll))
+    assert [*found] == ["as trained", *OTHERS]
+    assert_close(np.array(found["as trained"]).T[1], (losses * mask).sum(axis=1), 1e-6)
+    for name, records in found.items():
+        assert [x for x, _ in records] == mask.sum(axis=1).tolist(), name
+        assert name == "as trained" or records != found["as trained"]
+    refused("--seq_len has no effect", Controls(seq_len=9).rows, subject)
 
 
 def test_what_has_no_such_control_is_refused_by_name(folder, tmp_path, float64):

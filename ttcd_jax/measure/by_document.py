@@ -46,11 +46,12 @@ _BAND = "Bands: 95 % intervals over documents; lower is better."
 @dataclasses.dataclass(frozen=True, eq=False)
 class Selection:
     """Token ids [T] of each document, metadata of the choice, and the digest of the tokenizer ("":
-    unknown)."""
+    unknown). `asked` [T - 1]: of drawn rows the target of every token but the last, -1: none."""
 
     documents: Sequence[np.ndarray]
     stats: dict[str, Any]
     tokenizer: str = ""
+    asked: Sequence[np.ndarray] = ()
 
     def __len__(self) -> int:
         return len(self.documents)

@@ -124,7 +124,7 @@ class Scorer:
         [T] in their place."""
         return self._scores([np.asarray(row) for row in rows], [0] * len(rows), targets)
 
-    def controlled(self, rows: Rows, control: Control) -> list[Scores]:
+    def controlled(self, rows: Rows, control: Control, targets: Rows) -> list[Scores]:
         """`losses` of rows of one length under a control of the memories, read in one pass: of
         rows half of their number apart, so that none holds its own writes, and few a neighbor's."""
         found: dict[int, Scores] = {}
@@ -132,7 +132,7 @@ class Scorer:
         size = max(min(self.batch_size, len(rows)) // least, 1) * least
         size += least * (size > len(rows) and size % len(rows) == 1)  # its first row is its last
         order = np.array([i // 2 + i % 2 * half for i in range(len(rows))])
-        pairs = np.stack([np.stack([row[:-1], row[1:]], axis=1) for row in rows])
+        pairs = np.stack([np.stack(rows)[:, :-1], np.stack(targets)], axis=2)
         length = pairs.shape[1]
         for index in (order[batch] for batch in batches(len(rows), size)):
             scores = self._in_one_pass(pairs[index], np.full(size, length), control)

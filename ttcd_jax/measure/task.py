@@ -25,7 +25,7 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.pictures import Picture, plot_bars, plot_lines
 from ttcd_jax.measure.scorer import Scorer, Scores
-from ttcd_jax.models.config import has_in_place_memory, switched_off
+from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, switched_off
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.registry import Registry
 from ttcd_jax.tokens import check_tokens
@@ -100,6 +100,11 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
     def measure(self, scorer: Scorer, rows: Rows, subject: Subject) -> Iterable[Record]:
         """The records of one variant of the model, of the finest grain that table and pictures
         need. All processes take part."""
+
+    @classmethod
+    def refusal(cls, config: TransformerConfig) -> str:
+        """Why a model of this configuration cannot be measured; "": it can."""
+        return ""
 
     def series(self, subject: Subject, rows: Rows) -> Series[Record]:
         """The records of every variant. Raises `UserError` for those of another kind."""

@@ -9,6 +9,8 @@ import numpy as np
 from flax import nnx
 from ttcd_kernels.table import Row
 
+from ttcd_jax.data.sources import synthetic_data
+from ttcd_jax.data.synthetic import HELD_OUT, SyntheticRows
 from ttcd_jax.errors import UserError
 from ttcd_jax.measure.by_document import Curve, Selection, cells, means_of, means_over_seeds
 from ttcd_jax.measure.pictures import Picture, plot_bars
@@ -27,7 +29,7 @@ Name = Literal["off", "layers", "foreign", "shuffled", "no_gap"]
 
 
 class ControlLoss(NamedTuple):
-    """The losses of a document's tokens under a control."""
+    """The losses of a document's tokens under a control; of a drawn row, of what it asks."""
 
     control: str
     document: int
@@ -38,11 +40,11 @@ class ControlLoss(NamedTuple):
 @register
 class Controls(FirstTokens[ControlLoss]):
     """Losses of a model with an in-place memory, as trained and under `controls` (none given: all
-    that it can have), on the rows of task position: "off", nothing is read; "layers", the same of
-    every memory alone; "foreign", a document reads what another one wrote; "shuffled", errors are
-    stored under the keys of other tokens of their chunk; "no_gap", the student's window is the
-    teacher's. `batch_size` whole rows are read at once for "foreign" and "shuffled"; it decides
-    whose memory a document reads."""
+    that it can have), on the rows of task position, or what is asked of `max_rows` other rows where
+    these are drawn: "off", nothing is read; "layers", the same of every memory alone; "foreign", a
+    document reads what another one wrote; "shuffled", errors are stored under the keys of other
+    tokens of their chunk; "no_gap", the student's window is the teacher's. `batch_size` whole rows
+    are read at once for "foreign" and "shuffled"; it decides whose memory a document reads."""
 
     name = "controls"
     title = "Controls of a trained memory"
@@ -58,7 +60,7 @@ class Controls(FirstTokens[ControlLoss]):
     controls: tuple[Name, ...] = ()
 
     def rows(self, subject: Subject) -> Selection:
-        chosen, found = self._chosen(subject.model.config), super().rows(subject)
+        chosen, found = self._chosen(subject.model.config), self._rows(subject)
         if "foreign" in chosen and min(self.batch_size, len(found)) < 2:
             raise UserError(
                 f"{len(found)} documents in batches of {self.batch_size}: another document's "
@@ -71,25 +73,47 @@ class Controls(FirstTokens[ControlLoss]):
             )
         return found
 
+    def _rows(self, subject: Subject) -> Selection:
+        """Rows of text, or drawn ones."""
+        if (drawn := synthetic_data(subject.data)) is None:
+            return super().rows(subject)
+        for name in ("text", "manifest", "seq_len"):
+            if getattr(self, name) is not None:
+                raise UserError(
+                    f"--{name} has no effect: {subject.run_dir} was trained on {drawn.kind} data, "
+                    "which has its own rows"
+                )
+        rows = [*SyntheticRows(drawn, seed=HELD_OUT, num_rows=self.max_rows)]
+        ids = [np.concatenate([row["tokens"], row["targets"][-1:]]) for row in rows]
+        asked = [np.where(row["loss_mask"], row["targets"], -1) for row in rows]
+        return Selection(ids, {"mode": f"drawn rows of {drawn.kind}"}, asked=asked)
+
+    @classmethod
+    def refusal(cls, config: models.TransformerConfig) -> str:
+        found = models.has_in_place_memory(config)
+        return "" if found else f"method {config.method!r} has no in-place memory to be controlled"
+
     def _chosen(self, config: models.TransformerConfig) -> list[str]:
         """The names of the controls. Raises `UserError` where a model cannot have one."""
-        if not models.has_in_place_memory(config):
-            raise UserError(f"method {config.method!r} has no in-place memory to be controlled")
+        if what := self.refusal(config):
+            raise UserError(what)
         for name in self.controls:
             check_control(config, name)
         wanted, lacking = self.controls or get_args(Name), lacks(config)
         return [name for name in get_args(Name) if name in wanted and not lacking.get(name)]
 
     def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> Iterator[ControlLoss]:
-        documents = rows.documents
+        documents, asked = rows.documents, rows.asked or [x[1:] for x in rows.documents]
+        targets = [np.maximum(x, 0) for x in asked]
         for name, read in self._readers(scorer.model, length=len(documents[0])):
             if isinstance(read, Transformer):
                 label = f"{subject.name}, {name}"
-                found = self.scorer(subject, label, read).losses(documents)
+                found = self.scorer(subject, label, read).losses(documents, targets)
             else:
-                found = scorer.controlled(documents, read)
-            for i, x in enumerate(found):
-                yield ControlLoss(name, i, x.losses.size, float(x.losses.sum(dtype=np.float64)))
+                found = scorer.controlled(documents, read, targets)
+            for i, (scores, own) in enumerate(zip(found, asked, strict=True)):
+                losses = scores.losses[own >= 0]
+                yield ControlLoss(name, i, losses.size, float(losses.sum(dtype=np.float64)))
 
     def _readers(
         self, model: Transformer, length: int

@@ -21,7 +21,7 @@ from ttcd_jax.measure.pictures import Picture, plot_lines
 from ttcd_jax.measure.scorer import Scorer, batches, placed, whole
 from ttcd_jax.measure.task import Arrays, RowTask, Series, Subject, register
 from ttcd_jax.memory.distillation import Distillation, summary
-from ttcd_jax.models.config import layers_with_teacher
+from ttcd_jax.models.config import TransformerConfig, layers_with_teacher
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.tasks.perplexity import Perplexity, buckets
 
@@ -73,13 +73,15 @@ class StudentTeacher(RowTask[LayerDistances]):
     text: str | None = None
     seq_len: Positive | None = None
 
+    @classmethod
+    def refusal(cls, config: TransformerConfig) -> str:
+        text = f"method {config.method!r} has no student and teacher to compare: task distillation "
+        found = layers_with_teacher(config)
+        return "" if found else f"{text}is for those that learn from a longer window"
+
     def source(self, subject: Subject) -> Any:
-        config = subject.model.config
-        if not layers_with_teacher(config):
-            raise UserError(
-                f"{subject.run_dir}: method {config.method!r} has no student and teacher to "
-                "compare: task distillation is for those that learn from a longer window"
-            )
+        if what := self.refusal(subject.model.config):
+            raise UserError(f"{subject.run_dir}: {what}")
         if (drawn := synthetic_data(subject.data)) is not None:
             for name in ("text", "seq_len"):
                 if getattr(self, name) is not None:

@@ -129,7 +129,8 @@ class StudyConfig(Config):
 
     All are evaluated by `evaluations` on the held-out text of every corpus they are trained on, cut
     into pieces of `piece_bytes` and whole characters, at most `max_pieces` of them, taken evenly;
-    where they are trained on rows that are drawn, on other such rows.
+    where they are trained on rows that are drawn, on other such rows. A recipe that a task cannot
+    measure is left out of it, if not all are.
     """
 
     recipes: Annotated[tuple[Variant, ...], DISTINCT]
@@ -202,9 +203,12 @@ def held_out_texts(config: StudyConfig, runs: dict[str, Recipe], path: Path) -> 
     has their digest, so that results on other pieces are made again.
 
     Raises `UserError` for recipes on other data (drawn rows may have other sizes), for data that is
-    neither text nor drawn, for a task that reads no text, for two corpora of one name, and for
-    held-out text that is too short.
+    neither text nor drawn, for a task that reads no text or can measure no recipe, for two corpora
+    of one name, and for held-out text that is too short.
     """
+    for task in config.evaluations:
+        if all(refusals := [task.refusal(x.config.model) for x in runs.values()]):
+            raise UserError(f"task {task.name}: {refusals[0]}")
     data, texts, size = next(iter(runs.values())).config.data, {}, config.piece_bytes
     if isinstance(data, SyntheticConfig) and all(
         type(x.config.data) is type(data) for x in runs.values()
@@ -270,8 +274,8 @@ def compute(
     params = (*recipe.bindings, *(f"RunConfig.{field}={x!r}" for field, x in fields.items()))
     if (directory := RunDirectory(folder)).is_claimed:
         directory.accepted_changes(recipe.config.replace(**fields).to_dict(), None)
-    missing = []
-    for task, text in itertools.product(evaluations, texts):
+    missing, model = [], recipe.config.model
+    for task, text in itertools.product((x for x in evaluations if not x.refusal(model)), texts):
         if pieces := texts[text]:
             task = _of_all(task.replace(text=str(pieces[0])), len(pieces[1]))
         file = results_file(folder, task, name, text)
@@ -315,7 +319,7 @@ def write_study(
         for (text, pieces), task in itertools.product(texts.items(), config.evaluations):
             if measured := _measured(chosen, task, text, path, is_drawn=pieces is None):
                 title, documents = f"{task.title} ({text})", pieces[1] if pieces else []
-                if isinstance(task, DocumentTask):
+                if isinstance(task, DocumentTask) and pieces:
                     measured, documents = _united(measured, documents)
                 everything.append(Measured(type(task), title, measured))
                 sections += _sections(task, title, measured, path / "pictures" / text, documents)
