@@ -189,15 +189,17 @@ def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
     """The means per token of K quantities, from their `sums` over the tokens of each document and
     the `counts` of these tokens, both [documents, K]; or of several seeds [seeds, documents, K].
 
-    A mean is the ratio of the two totals, its variance that of a ratio estimator (Cochran, Sampling
-    Techniques, 1977, 6.3), and its interval Student's t with one degree of freedom less than
-    documents with tokens, which holds for few documents too. It is unknown with fewer than five,
-    whose losses say too little of others. For a difference of two models, give the differences of
-    their sums: the interval is that of pairs.
+    A mean is the ratio of the two totals, its variance that of the jackknife over documents (for
+    equal ones that of a ratio estimator: Cochran, Sampling Techniques, 1977, 6.3), and its interval
+    Student's t with one degree of freedom less than documents with tokens, of unequal ones than
+    1 / sum(shares^2), which holds for few documents too. It is unknown with fewer than five, whose
+    losses say too little of others. For a difference of two models, give the differences of their
+    sums: the interval is that of pairs.
 
     Seeds and documents are crossed random effects: with their mean squares M and that of the rest
     the variance is (M_seeds + M_documents - M_rest) / (seeds documents), at least either of the
-    first two, with the degrees of freedom of Satterthwaite (1946).
+    first two, with the degrees of freedom of Satterthwaite (1946). The interval is at least
+    Student's t of the means of the seeds: of two or three, these degrees say too little.
     """
     sums = sums[None] if sums.ndim == 2 else sums
     counts = np.broadcast_to(counts, sums.shape)
@@ -208,18 +210,30 @@ def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
         weights = counts / (total / documents)
         rest = (sums - mean * counts) / (total / documents)  # a mean of 0
         of_document, of_seed = rest.mean(axis=0), rest.sum(axis=1, keepdims=True) / documents
-        rest = rest - of_document - weights * of_seed
-        free = documents - 1, 0 * documents + seeds - 1, (documents - 1) * (seeds - 1)
-        free = np.maximum(np.stack(free), 1)
+        shares = counts.mean(axis=0) / total
+        rest, of_document = (
+            x * (1 - 1 / documents) / (1 - shares)  # as when its document is left out
+            for x in (rest - of_document - weights * of_seed, of_document)
+        )
         squares = seeds * of_document[None] ** 2, documents * of_seed**2, rest**2
-        mean_squares = np.stack([x.sum(axis=(0, 1)) for x in squares]) / free
+        sizes, free = (_degrees(seeds, x) for x in (documents, 1 / (shares**2).sum(axis=0)))
+        mean_squares = np.stack([x.sum(axis=(0, 1)) for x in squares]) / sizes
         variance = mean_squares[0] + mean_squares[1] - mean_squares[2]
         variance = np.maximum(variance, mean_squares[:2].max(axis=0))
         freedom = variance**2 / (mean_squares**2 / free).sum(axis=0)
         freedom = np.fmax(freedom, free[:2].min(axis=0))
-        half = np.sqrt(variance / (seeds * documents)) * stdtrit(freedom, (1 + _COVERAGE) / 2)
+        # Of all, and of the seeds alone.
+        variances, freedoms = np.stack((variance, mean_squares[1])), np.stack((freedom, free[1]))
+        errors = np.sqrt(variances / (seeds * documents))
+        half = np.max(errors * stdtrit(freedoms, (1 + _COVERAGE) / 2), axis=0)
     half = np.where(documents >= LEAST_DOCUMENTS, half, np.nan)
     return Means(mean, mean - half, mean + half)
+
+
+def _degrees(seeds: int, documents: np.ndarray) -> np.ndarray:
+    """Of freedom [3, K], of `documents`, seeds and the rest, at least one."""
+    free = documents - 1, 0 * documents + seeds - 1, (documents - 1) * (seeds - 1)
+    return np.maximum(np.stack(free), 1)
 
 
 type Bucket = Callable[[Any], Any]  # of a record; None: it is left out
