@@ -172,6 +172,8 @@ def test_what_has_no_such_control_is_refused_by_name(folder, tmp_path, float64):
     refuse("method 'ipttt' cannot have control 'no_gap': no teacher", "ipttt", controls=("no_gap",))
     for name in ("shuffled", "layers"):
         refuse(f"cannot have control '{name}': no", "ipttcd_ideal", controls=(name,))
+    tokens = jnp.zeros((2, LENGTH), int)
+    refused("nothing under keys", _model("ipttcd_ideal").forward, tokens, control="shuffled")
     subject, path = _subject(folder, _model("ipttcd")), tmp_path / "documents.npz"
     uneven = Selection([np.arange(40), np.arange(9)], {}, subject.tokenizer.digest)
     path.write_bytes(uneven.manifest())

@@ -489,6 +489,10 @@ def controlled(writes: Any, control: str | None) -> Any:
     if control == "foreign":
         return jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), writes)
     if control == "shuffled":
+        if not hasattr(writes, "keys"):
+            raise UserError(
+                "control 'shuffled': this memory stores nothing under keys; leave it out"
+            )
         order = np.random.default_rng(0).permutation(writes.keys.shape[2])
         source = np.roll(order, 1)[np.argsort(order)]
         return writes._replace(keys=writes.keys[:, :, source])
