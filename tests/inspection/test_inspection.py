@@ -61,7 +61,8 @@ def test_losses_are_those_of_a_scorer_with_and_without_controls(seen):
         "shuffled": seen.with_shuffled_keys(),
         "foreign": seen.with_memory_of(other),
     }.items():
-        expected = scorer.controlled([seen.tokens, other], name)[0].losses
+        both = [seen.tokens, other]
+        expected = scorer.controlled(both, name, [x[1:] for x in both])[0].losses
         assert_close(found[1:], expected, 1e-5)
     assert np.abs(seen.without_layer(1) - seen.loss_on)[1:].max() > 1e-4
     assert np.abs(seen.without_layer(1) - seen.without_layer(0))[1:].max() > 1e-4
