@@ -24,10 +24,15 @@ from ttcd_jax.files import read_json, write_whole
 from ttcd_jax.measure.page import Section
 from ttcd_jax.measure.pictures import Picture, plot_lines
 from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.run import page
 from ttcd_jax.storage import lock
 
-# The methods with published scores, and the two without a memory.
-MAD_METHODS = (*PUBLISHED, "swa", "full")
+# The methods with published scores, the delta rule, both with equal windows (no gap), and those
+# without a memory: SWA is IP-TTCD with eta 0.
+MAD_METHODS = (
+    *PUBLISHED,
+    *("ipttcd_no_gap", "ipttcd_delta", "ipttcd_delta_no_gap", "swa", "full"),
+)
 MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS.__contains__)]
 Layers = tuple[float, float] | None  # a number of each fast layer
 _BY_LAYER = {
@@ -165,11 +170,18 @@ def read(path: Path) -> Record:
         raise DataError(text) from error
 
 
-def gather(sweep: Path) -> list[Record]:
-    """The records of a sweep. Raises `UserError` for none, `DataError` where one is damaged."""
-    if not (sweep / "records").is_dir():
-        raise UserError(f"{sweep} holds no records: give the folder of a sweep")
-    return [read(path) for path in sorted((sweep / "records").glob("*.json"))]
+def gather(sweeps: Sequence[Path]) -> list[Record]:
+    """The records of sweeps. Raises `UserError` for a folder without any and for a job of two,
+    `DataError` where one is damaged."""
+    found: dict[str, Path] = {}
+    for sweep in sweeps:
+        if not (sweep / "records").is_dir():
+            raise UserError(f"{sweep} holds no records: give the folder of a sweep")
+        for path in sorted((sweep / "records").glob("*.json")):
+            if (other := found.setdefault(path.name, path)) != path:
+                text = "have the same job: give folders of other tasks or methods"
+                raise UserError(f"{other} and {path} {text}")
+    return [*map(read, found.values())]
 
 
 class Score(NamedTuple):
@@ -220,7 +232,7 @@ def scores(records: Sequence[Record]) -> dict[tuple[str, str], Score]:
 
 def sweep_section(sweep: Path, picture: Path) -> Section:
     """The scores of a sweep and their pictures, which are drawn."""
-    records = gather(sweep)
+    records = gather([sweep])
     options = {"pictures": draw_curves(picture, records), "lines": footnotes(records)}
     return Section(f"MAD: synthetic tasks ({sweep.name})", score_table(records), **options)
 
@@ -269,6 +281,42 @@ def memory_table(records: Sequence[Record]) -> list[Row]:
                 row[title] = " ".join(f"{x:.3g}" for x in means.get(name, ())) or "-"
             rows.append(row)
     return rows
+
+
+def write_records(file: str, records: Sequence[Record], command: str) -> None:
+    """Writes a line of JSON with what holds for all others, then by method a line with macro
+    accuracy in percent, [ours, published]; one with the memory off; and one with all measures."""
+    found, labels = scores(records), _labels(records)
+    on, off, details = [], [], []
+    for method in (x for x in MAD_METHODS if any(x in pair for pair in found)):
+        means = {task: x.means for (task, y), x in found.items() if y == method and x.means}
+        cells: dict[str, Any] = {x: [_percent(y["macro_accuracy"])] for x, y in means.items()}
+        cells["mean"] = [round(float(np.mean([x for [x] in cells.values()])), 1)]
+        if published := PUBLISHED.get(method):
+            for task in means:
+                cells[task].append(published[task])
+            cells["mean"].append(round(float(np.mean([published[x] for x in means])), 1))
+        on.append({"method": labels[method]} | cells)
+        without = {
+            x: y["macro_accuracy_off"] for x, y in means.items() if "macro_accuracy_off" in y
+        }
+        if without:
+            name = f"{labels[method]}, off at evaluation"
+            off.append({"method": name} | {x: _percent(y) for x, y in without.items()})
+        rest = {
+            task: {x: np.round(y, 4).tolist() for x, y in row.items()}
+            for task, row in means.items()
+        }
+        details.append({"method": labels[method]} | rest)
+    titles = "macro accuracy, %", "macro accuracy with the memory off, %", "all measures, by task"
+    sections = [Section(*x) for x in zip(titles, (on, off, details), strict=True)]
+    commits = ", ".join(sorted({str(x.environment["commit"]) for x in records}))
+    facts = {"commit": commits, "seeds": sorted({run.seed for x in records for run in x.runs})}
+    page.write_records(file, sections, [], command, **facts, budget=footnotes(records))
+
+
+def _percent(share: float) -> float:
+    return round(100 * float(share), 1)
 
 
 def footnotes(records: Sequence[Record]) -> list[str]:

@@ -59,8 +59,7 @@ class MADSweepConfig(Config):
 
     `num_train` lowers the number of training rows. `init_std` is that of all normal
     initialisations; with a larger one recall is learned from far fewer rows
-    (experiments/RESULTS.md). `corrects_errors`: IP-TTCD by the delta rule, as in the small recipes;
-    `has_gap` False: its student sees what the teacher sees.
+    (experiments/RESULTS.md).
     """
 
     recipe: RecipeConfig
@@ -74,8 +73,6 @@ class MADSweepConfig(Config):
     num_train: Positive | None = None
     num_test: Positive = 1280
     init_std: PositiveFloat = 0.02
-    corrects_errors: bool = False
-    has_gap: bool = True
 
 
 class Hyper(NamedTuple):
@@ -97,7 +94,6 @@ def jobs(config: MADSweepConfig) -> list[Job]:
     stop = None if config.settings == "all" else 1
     chosen = [setting for task in config.tasks for setting in tasks.settings(task)[:stop]]
     fields: dict[str, Any] = {"init_std": config.init_std, "precision": config.precision}
-    fields |= {"corrects_errors": config.corrects_errors, "has_gap": config.has_gap}
     found = []
     for (name, data, num_rows), method in itertools.product(chosen, config.methods):
         num_train = min(num_rows, config.num_train or num_rows)
@@ -157,38 +153,34 @@ def train_jobs(config: MADSweepConfig, folder: Path) -> None:
 
 
 def mad_config(
-    method: MADMethod,
-    task: MADConfig,
-    *,
-    window: int | None = None,
-    corrects_errors: bool = False,
-    has_gap: bool = True,
-    **fields: Any,
+    method: MADMethod, task: MADConfig, *, window: int | None = None, **fields: Any
 ) -> TransformerConfig:
     """Two layers with four heads, both fast where a method has fast layers, of the published sizes
     unless `fields` change them. The teacher's window is 16 for tasks of 32 tokens, 32 for the
-    others, or `window`; the student's (if it `has_gap`) and the chunk are half of it.
+    others, or `window`; the student's (the whole where there is no gap) and the chunk are half.
 
-    Methods are as published for training from scratch. With `corrects_errors` IP-TTCD is that of
+    Methods are as published for training from scratch, `ipttcd_delta` is that of
     method/ipttcd_delta.gin. The publication of LaCT does not specify its initial state: here
     full matrices, one fast head per attention head, no Muon.
     """
     window = window or (16 if task.task in ("compression", "memorization") else 32)
     chunk, in_place = window // 2, {"window": window, "fast_layers": (0, 1)}
+    student = window if method.endswith("_no_gap") else chunk
     sizes = {"vocab_size": task.vocab_size, "dim": 128, "mlp_dim": 256, "has_tied_head": False}
-    sizes |= {"num_layers": 2, "num_heads": 4, "method": method}
+    sizes |= {"num_layers": 2, "num_heads": 4}
+    sizes["method"] = name = "ipttcd" if method.startswith("ipttcd") else method
     memory = MemoryConfig(chunk_size=chunk, block_chunks=1)
-    if corrects_errors:
+    if method.startswith("ipttcd_delta"):
         taps = {"teacher_conv_init": "identity", "student_conv_init": "previous"}
         memory = memory.replace(corrects_errors=True, **taps)
     target = TargetMemoryConfig(chunk_size=chunk, block_chunks=1)
     by_method = {
-        "ipttcd": in_place | {"student_window": chunk if has_gap else window, "memory": memory},
+        "ipttcd": in_place | {"student_window": student, "memory": memory},
         "ipttt": in_place | {"memory": target},
         "lact": {"window": window, "memory": LaCTMemoryConfig(chunk_size=chunk, low_rank=None)},
         "swa": {"window": window},
     }
-    return TransformerConfig(**sizes | by_method.get(method, {}) | fields)
+    return TransformerConfig(**sizes | by_method.get(name, {}) | fields)
 
 
 def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:

@@ -26,15 +26,16 @@ def command(run_dir, *params):
 
 def test_the_full_sweep_is_data_and_a_file_names_its_command_and_its_hardware():
     whole = config("mad/default.gin", "MADSweepConfig.settings='all'")
-    assert (len(jobs(whole)), len(hyper(whole).rate)) == (66 * 7, 6)
+    assert (len(jobs(whole)), len(hyper(whole).rate)) == (66 * 10, 6)
     assert (whole.recipe.epochs, whole.recipe.schedule) == (200, "cosine")
     assert (whole.precision.compute, jobs(whole)[0].steps) == ("bfloat16", 20_000)
-    for name, num_tasks in (("default", 6), ("cpu", 2), ("cpu_long", 2), ("cpu_short", 2)):
+    sweeps = ("default", 6), ("cpu", 2), ("cpu_short", 2), ("cpu_fuzzy", 1), ("cpu_copying", 1)
+    for name, num_tasks in sweeps:
         gin = f"mad/{name}.gin"
         header = (CONFIG_DIR / gin).read_text()
         assert f"python -m experiments.mad --gin={gin}" in header
         assert "hardware:" in header
-        assert len(jobs(config(gin))) == 7 * num_tasks
+        assert len(jobs(config(gin))) == 10 * num_tasks
 
 
 def test_wrong_values_are_refused():

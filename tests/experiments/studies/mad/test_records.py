@@ -62,7 +62,7 @@ def test_a_score_is_the_mean_over_settings_of_the_best_run():
         *(("compression", "50.0 / 25.0 (50.0)"), ("mean", "70.0 (69.5)")),
     ]
     assert (swa["compression"], swa["memorization"], swa["mean"]) == ("25.0 / 12.5", "-", "25.0")
-    model = mad_config("ipttcd", RECORDS[0].data, corrects_errors=True)
+    model = mad_config("ipttcd_delta", RECORDS[0].data)
     found = [WITH_MEMORY.replace(model=model)]
     for (row,) in (records.score_table(found), records.memory_table(found)):
         assert row["method"] == "IP-TTCD + delta rule"
@@ -140,3 +140,23 @@ def test_a_record_with_changed_values_is_read_or_named_in_one_line(tmp_path):
     fuzz_file(path, lambda: records.tables([records.read(path)]), 500, named=f"{path} is damaged")
     path.write_text('{"task":')
     refused("damaged.json is not JSON", records.read, path, error=DataError)
+
+
+def test_sweeps_of_several_folders_are_one_file_of_records_and_a_job_of_two_is_refused(tmp_path):
+    folders, given = (tmp_path / "a", tmp_path / "b"), (WITH_MEMORY, RECORDS[4], RECORDS[2])
+    for folder, found in zip((folders[0], *folders), given, strict=True):
+        records.write(records.record_path(folder, found), found)
+    found = [x.replace(environment={"device": "a chip", "commit": "abc"}) for x in given]
+    assert {x.name for x in records.gather(folders)} == {x.name for x in given}
+    records.write_records(str(tmp_path / "all.jsonl"), found, "python -m experiments.mad")
+    head, *rows = map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())
+    assert (head["commit"], head["seeds"]) == ("abc", [1])
+    on, _, off, details, _ = rows
+    assert on | {"section": ""} == {
+        "row": "IP-TTCD", "section": "", "method": "IP-TTCD", "memorization": [90.0, 88.9],
+        "compression": [20.0, 50.0], "mean": [55.0, 69.5],
+    }  # fmt: skip
+    assert (off["row"], off["compression"]) == ("IP-TTCD, off at evaluation", 10.0)
+    assert details["compression"]["memory_ratio"] == [0.5, 1.0]
+    records.write(records.record_path(folders[1], WITH_MEMORY), WITH_MEMORY)
+    refused("have the same job: give folders of other tasks", records.gather, folders)

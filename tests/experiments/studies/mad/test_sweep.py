@@ -43,11 +43,12 @@ def test_the_published_sizes():
     assert num_params(Autoencoder, swa) == plain + 2 * (D * D + 2 * D)
     assert (ipttcd.window, ipttcd.student_window, ipttcd.memory.chunk_size) == (32, 16, 16)
     assert mad_config("full", TASK).window is None
-    corrected = mad_config("ipttcd", TASK, corrects_errors=True)
+    corrected = mad_config("ipttcd_delta", TASK)
     assert corrected.memory.corrects_errors
     assert num_params(Transformer, corrected) == num_params(Transformer, ipttcd)
-    assert mad_config("swa", TASK, corrects_errors=True) == swa
-    assert mad_config("ipttcd", TASK, has_gap=False) == ipttcd.replace(student_window=32)
+    for found in (ipttcd, corrected):
+        name = "ipttcd" if found is ipttcd else "ipttcd_delta"
+        assert mad_config(f"{name}_no_gap", TASK) == found.replace(student_window=32)
 
 
 def test_an_autoencoder_reads_the_last_state_alone_and_every_parameter_learns():
