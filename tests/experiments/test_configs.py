@@ -1,5 +1,6 @@
 """The recipes: every one builds and is sharded, with the published sizes and budgets."""
 
+import importlib
 import math
 import re
 from pathlib import Path
@@ -10,8 +11,11 @@ from jax.sharding import AbstractMesh, AxisType
 from small_models import recipe
 
 from ttcd_jax.commands.cli import CONFIG_DIR
+from ttcd_jax.commands.study.runs import StudyConfig
 from ttcd_jax.data.sources import RecordsConfig
+from ttcd_jax.data.synthetic import SyntheticConfig
 from ttcd_jax.run import build, start
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.sharding.mesh import AXES
@@ -207,3 +211,15 @@ def test_every_file_is_short_and_starts_with_a_header(path):
     keys = [line.split("=")[0].strip() for line in bindings]
     assert len(keys) == len(set(keys))
     assert len(bindings) <= 18
+
+
+def test_the_recipes_of_a_study_have_the_same_data():
+    """It evaluates all of them on one text: rows of another length would be other data."""
+    for name in ("gap_values", "not_static"):
+        importlib.import_module(f"experiments.studies.{name}")
+    for path in sorted((CONFIG_DIR / "study").glob("*.gin")):
+        if "StudyConfig.recipes" in path.read_text():
+            found = load_config(StudyConfig, str(path), [], config_dir=CONFIG_DIR).runs()
+            data = [x.config.data for x in found.values()]
+            drawn = [type(x) if isinstance(x, SyntheticConfig) else x for x in data]
+            assert len({*drawn}) == 1, path.name
