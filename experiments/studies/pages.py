@@ -73,14 +73,30 @@ def drawn(page: Path, folder: Path = RECORDS) -> str:
 
 def _read(file: Path, spec: Spec) -> tuple[Spec, list[Spec]]:
     """The first line of a file, and the rows that have the fields `where`, each with its value or
-    one of a list: all, or `rows`."""
+    one of a list: all, or `rows`, which `sections` joins from several."""
     head, *rows = [parse_json(line, file) for line in file.read_bytes().splitlines()]
+    if "sections" in spec:
+        joined = (_of_sections(name, spec["sections"], rows) for name in spec["rows"])
+        rows = [row for row in joined if len(row) > 1]
     for name, value in spec.get("where", {}).items():
         rows = [x for x in rows if x.get(name) in (value if isinstance(value, list) else [value])]
     names = spec.get("rows", dict.fromkeys(x["row"] for x in rows))
     if missing := {*names} - {x["row"] for x in rows}:
         raise DataError(f"{file} has no row {', '.join(sorted(missing))}: mend pages.toml")
     return head, [row for name in names for row in rows if row["row"] == name]
+
+
+def _of_sections(name: str, sections: dict[str, str], rows: list[Spec]) -> Spec:
+    """The fields of a recipe in each section, each after the section's short name: of its first row
+    there, which begins with its name, or of the columns NAME: FIELD."""
+    found = {"row": name}
+    for part, section in sections.items():
+        of = [x for x in rows if x["section"] == section]
+        own = [x for x in of if str(x["row"]).partition(", ")[0] == name]
+        own += [y for x in of for y in _parts({"parts": [name]}, x)]
+        for row in own[:1]:
+            found |= {f"{part} {field}": x for field, x in row.items() if field != "row"}
+    return found
 
 
 def _fewer_seeds(file: Path) -> dict[str, list[int]]:

@@ -213,13 +213,15 @@ def test_every_file_is_short_and_starts_with_a_header(path):
     assert len(bindings) <= 18
 
 
-def test_the_recipes_of_a_study_have_the_same_data():
+def test_the_recipes_of_a_study_have_the_same_data(other_run):
     """It evaluates all of them on one text: rows of another length would be other data."""
     for name in ("gap_values", "not_static"):
         importlib.import_module(f"experiments.studies.{name}")
     for path in sorted((CONFIG_DIR / "study").glob("*.gin")):
         if "StudyConfig.recipes" in path.read_text():
-            found = load_config(StudyConfig, str(path), [], config_dir=CONFIG_DIR).runs()
+            goes_on = path.stem.startswith(("continued", "real_model"))
+            params = [f"RunConfig.start_from='{other_run}'"] if goes_on else []
+            found = load_config(StudyConfig, str(path), [], config_dir=CONFIG_DIR).runs(params)
             data = [x.config.data for x in found.values()]
             drawn = [type(x) if isinstance(x, SyntheticConfig) else x for x in data]
             assert len({*drawn}) == 1, path.name

@@ -108,3 +108,23 @@ def test_a_table_has_the_rows_and_columns_of_its_spec(tmp_path):
     assert "\n| a | 0.125 |" in pages.drawn(page, tmp_path)
     page.write_text("<!-- table: four -->\n<!-- end -->")
     refused("a table four that pages.toml lacks", pages.drawn, page, tmp_path)
+
+
+def test_a_table_joins_the_sections_of_a_recipe(tmp_path):
+    lines = ['{"command": "RUN", "commit": "abc", "device": "cpu"}']
+    sections = [
+        '{"row": "a", "section": "s", "n": 1}',
+        '{"row": 0, "section": "v", "a: n": 3}',
+        '{"row": "a, on", "section": "t", "n": 2}',
+    ]
+    (tmp_path / "runs.jsonl").write_text("\n".join(lines + sections))
+    with (tmp_path / "pages.toml").open("w") as file:
+        for name, row in (("of_runs", "a"), ("of_none", "c")):
+            file.write(f'[table.{name}]\nrecords = "runs"\nrows = ["{row}"]\n')
+            file.write('sections = {x = "s", y = "t", z = "u", w = "v"}\n')
+            file.write('columns = ["x n", "y n", "z n", "w n"]\n')
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: of_runs -->\n<!-- end -->")
+    assert "\n| a | 1 | 2 | - | 3 |\n" in pages.drawn(page, tmp_path)
+    page.write_text("<!-- table: of_none -->\n<!-- end -->")
+    refused("runs.jsonl has no row c", pages.drawn, page, tmp_path)
