@@ -31,7 +31,13 @@ def main(argv: list[str]) -> None:
     import jax
 
     from experiments.studies.mad import sweep
-    from experiments.studies.mad.records import draw_curves, gather, tables, write_records
+    from experiments.studies.mad.records import (
+        draw_curves,
+        gather,
+        record_path,
+        tables,
+        write_records,
+    )
     from ttcd_jax.config import check_text
     from ttcd_jax.files import write_whole
     from ttcd_jax.run.bindings import load_config
@@ -46,11 +52,13 @@ def main(argv: list[str]) -> None:
     check_text("--run_dir", str(path))  # refused in a bucket
     run_dir = RunDirectory(path)
     run_dir.check_free()
+    beside = [Path(x) for x in FLAGS.beside]
+    gather(beside, [record_path(path, job) for job in sweep.jobs(config)])
     with run_dir.lock(waits=True):
         command, data = " ".join(sys.argv) + "\n", {"seed": sweep.DATA_SEED}
         run_dir.claim(config.to_dict(), command, data, layout=sweep.SELECTION)
     sweep.train_jobs(config, run_dir.path)
-    if records := gather([run_dir.path, *map(Path, FLAGS.beside)]):  # else others train every job
+    if records := gather([path, *beside]):  # else others train every job
         with run_dir.lock(waits=True):
             write_whole(run_dir.path / "tables.txt", text := tables(records))
             print(text)

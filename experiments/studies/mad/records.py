@@ -170,10 +170,10 @@ def read(path: Path) -> Record:
         raise DataError(text) from error
 
 
-def gather(sweeps: Sequence[Path]) -> list[Record]:
-    """The records of sweeps. Raises `UserError` for a folder without any and for a job of two,
-    `DataError` where one is damaged."""
-    found: dict[str, Path] = {}
+def gather(sweeps: Sequence[Path], own: Sequence[Path] = ()) -> list[Record]:
+    """The records of sweeps. Raises `UserError` for a folder without any and for a job of two, or
+    of one and of the paths `own`, `DataError` where one is damaged."""
+    found, paths = {x.name: x for x in own}, list[Path]()
     for sweep in sweeps:
         if not (sweep / "records").is_dir():
             raise UserError(f"{sweep} holds no records: give the folder of a sweep")
@@ -181,7 +181,8 @@ def gather(sweeps: Sequence[Path]) -> list[Record]:
             if (other := found.setdefault(path.name, path)) != path:
                 text = "have the same job: give folders of other tasks or methods"
                 raise UserError(f"{other} and {path} {text}")
-    return [*map(read, found.values())]
+            paths.append(path)
+    return [*map(read, paths)]
 
 
 class Score(NamedTuple):

@@ -75,6 +75,11 @@ def test_the_command_records_prints_and_goes_on(tmp_path):
     assert "1 of 1 recorded" in again.stdout
     assert "[1/1]" not in again.stdout
     assert path.read_text() == text
+    flags = [*(f"--param={x}" for x in TOY), f"--run_dir={tmp_path / 'new'}"]
+    for beside, words in ((tmp_path, "holds no records"), (run_dir, "have the same job")):
+        line = commands.mistake(commands.run("mad", *flags, f"--beside={beside}"))
+        assert words in line
+    assert not (tmp_path / "new").exists()
     other = commands.mistake(command(run_dir, "RecipeConfig.schedule='constant'"))
     assert "recipe.schedule: cosine -> constant; choose another --run_dir" in other
 
