@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -251,21 +251,17 @@ def tables(records: Sequence[Record]) -> str:
 def score_table(records: Sequence[Record]) -> list[Row]:
     """A row per method, a column per task: macro accuracy / micro accuracy (published macro
     accuracy). The mean is over the tasks that have a score."""
-    rows, found, labels = {}, scores(records), _labels(records)
-    names = [*dict.fromkeys(task for task, _ in found), "mean"]
-    for method in (x for x in MAD_METHODS if any(x in pair for pair in found)):
-        rows[method] = row = {"method": labels[method]} | dict.fromkeys(names, "-")
-        own = {task: found[task, method].means for task in names if (task, method) in found}
+    rows, names = [], [*dict.fromkeys(task for task, _ in scores(records)), "mean"]
+    for method, label, means in _by_method(records):
+        rows.append(row := {"method": label} | dict.fromkeys(names, "-"))
         accuracies = ("macro_accuracy", "micro_accuracy")
-        own = {task: [100 * x[name] for name in accuracies] for task, x in own.items() if x}
+        own = {task: [100 * x[name] for name in accuracies] for task, x in means.items()}
         for task, (macro, micro) in own.items():
             row[task] = f"{macro:.1f} / {micro:.1f}"
             row["mean"] = f"{np.mean([*own.values()], axis=0)[0]:.1f}"
-        if own and method in PUBLISHED:
-            published = {task: PUBLISHED[method][task] for task in own}
-            for task, score in (published | {"mean": np.mean([*published.values()])}).items():
-                row[task] += f" ({score:.1f})"
-    return [*rows.values()]
+        for task, score in _published(method, means).items():
+            row[task] += f" ({score:.1f})"
+    return rows
 
 
 def memory_table(records: Sequence[Record]) -> list[Row]:
@@ -287,33 +283,38 @@ def memory_table(records: Sequence[Record]) -> list[Row]:
 def write_records(file: str, records: Sequence[Record], command: str) -> None:
     """Writes a line of JSON with what holds for all others, then by method a line with macro
     accuracy in percent, [ours, published]; one with the memory off; and one with all measures."""
-    found, labels = scores(records), _labels(records)
     on, off, details = [], [], []
-    for method in (x for x in MAD_METHODS if any(x in pair for pair in found)):
-        means = {task: x.means for (task, y), x in found.items() if y == method and x.means}
-        cells: dict[str, Any] = {x: [_percent(y["macro_accuracy"])] for x, y in means.items()}
-        cells["mean"] = [round(float(np.mean([x for [x] in cells.values()])), 1)]
-        if published := PUBLISHED.get(method):
-            for task in means:
-                cells[task].append(published[task])
-            cells["mean"].append(round(float(np.mean([published[x] for x in means])), 1))
-        on.append({"method": labels[method]} | cells)
-        without = {
-            x: y["macro_accuracy_off"] for x, y in means.items() if "macro_accuracy_off" in y
-        }
-        if without:
-            name = f"{labels[method]}, off at evaluation"
-            off.append({"method": name} | {x: _percent(y) for x, y in without.items()})
-        rest = {
-            task: {x: np.round(y, 4).tolist() for x, y in row.items()}
-            for task, row in means.items()
-        }
-        details.append({"method": labels[method]} | rest)
+    for method, label, means in _by_method(records):
+        own = {x: [_percent(y["macro_accuracy"])] for x, y in means.items()}
+        own["mean"] = [round(float(np.mean([x for [x] in own.values()])), 1)]
+        for task, score in _published(method, means).items():
+            own[task].append(round(score, 1))
+        on.append({"method": label} | own)
+        held = {x: y for x, y in means.items() if "macro_accuracy_off" in y}
+        if without := {x: _percent(y["macro_accuracy_off"]) for x, y in held.items()}:
+            off.append({"method": f"{label}, off at evaluation"} | without)
+        rounded = {x: {z: np.round(n, 4).tolist() for z, n in y.items()} for x, y in means.items()}
+        details.append({"method": label} | rounded)
     titles = "macro accuracy, %", "macro accuracy with the memory off, %", "all measures, by task"
     sections = [Section(*x) for x in zip(titles, (on, off, details), strict=True)]
     commits = ", ".join(sorted({str(x.environment["commit"]) for x in records}))
-    facts = {"commit": commits, "seeds": sorted({run.seed for x in records for run in x.runs})}
-    page.write_records(file, sections, [], command, **facts, budget=footnotes(records))
+    seeds = sorted({run.seed for x in records for run in x.runs})
+    budget = footnotes(records)
+    page.write_records(file, sections, [], command, commit=commits, seeds=seeds, budget=budget)
+
+
+def _by_method(records: Sequence[Record]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(method, its label, by task the means that it has) of every method with a record."""
+    found, labels = scores(records), _labels(records)
+    for method in (x for x in MAD_METHODS if any(x in pair for pair in found)):
+        means = {task: x.means for (task, y), x in found.items() if y == method and x.means}
+        yield method, labels[method], means
+
+
+def _published(method: str, tasks: Iterable[str]) -> dict[str, float]:
+    """The published scores of these tasks and their mean; none of another method, or of no task."""
+    own = {task: PUBLISHED[method][task] for task in tasks if method in PUBLISHED}
+    return own | {"mean": float(np.mean([*own.values()]))} if own else {}
 
 
 def _percent(share: float) -> float:

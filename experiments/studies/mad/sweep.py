@@ -167,8 +167,8 @@ def mad_config(
     chunk, in_place = window // 2, {"window": window, "fast_layers": (0, 1)}
     student = window if method.endswith("_no_gap") else chunk
     sizes = {"vocab_size": task.vocab_size, "dim": 128, "mlp_dim": 256, "has_tied_head": False}
-    sizes |= {"num_layers": 2, "num_heads": 4}
-    sizes["method"] = name = "ipttcd" if method.startswith("ipttcd") else method
+    name = "ipttcd" if method.startswith("ipttcd") else method
+    sizes |= {"num_layers": 2, "num_heads": 4, "method": name}
     memory = MemoryConfig(chunk_size=chunk, block_chunks=1)
     if method.startswith("ipttcd_delta"):
         taps = {"teacher_conv_init": "identity", "student_conv_init": "previous"}

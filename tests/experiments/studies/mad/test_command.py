@@ -19,9 +19,10 @@ def config(gin="mad/default.gin", *params):
     return load_config(MADSweepConfig, gin, params, config_dir=CONFIG_DIR)
 
 
-def command(run_dir, *params):
+def command(run_dir, *params, beside=()):
     flags = [f"--param={param}" for param in (*TOY, *params)]
-    return commands.run("mad", "--gin=mad/cpu.gin", f"--run_dir={run_dir}", *flags)
+    flags += [f"--run_dir={run_dir}", *(f"--beside={x}" for x in beside)]
+    return commands.run("mad", "--gin=mad/cpu.gin", *flags)
 
 
 def test_the_full_sweep_is_data_and_a_file_names_its_command_and_its_hardware():
@@ -75,10 +76,8 @@ def test_the_command_records_prints_and_goes_on(tmp_path):
     assert "1 of 1 recorded" in again.stdout
     assert "[1/1]" not in again.stdout
     assert path.read_text() == text
-    flags = [*(f"--param={x}" for x in TOY), f"--run_dir={tmp_path / 'new'}"]
     for beside, words in ((tmp_path, "holds no records"), (run_dir, "have the same job")):
-        line = commands.mistake(commands.run("mad", *flags, f"--beside={beside}"))
-        assert words in line
+        assert words in commands.mistake(command(tmp_path / "new", beside=[beside]))
     assert not (tmp_path / "new").exists()
     other = commands.mistake(command(run_dir, "RecipeConfig.schedule='constant'"))
     assert "recipe.schedule: cosine -> constant; choose another --run_dir" in other
